@@ -22,7 +22,7 @@ SMALL = ints(B, T, dtype=torch.int32)
 POSITIVE = In(B, T, low=0.1)
 LINE = In(T)
 CPU = torch.device("cpu")
-X_BT = In(B, T)
+X_BT, Y_BT = In(B, T), In(B, T)
 X_DOUBLE = In(B, T, 8, dtype=torch.float64)
 
 UNARY = """
@@ -44,8 +44,11 @@ def elementwise() -> Iterator[Call]:
             Call(op.default, x) for op in (aten.neg, aten.abs, aten.relu, aten.floor, aten.trunc)
         )
     yield Call(aten.log1p.default, In(B, T, low=-0.0001, high=0.0001))
+    endless = Call(aten.mul.Tensor, POSITIVE, math.inf)
+    yield from (Call(op.default, endless) for op in (aten.log1p, aten.expm1, aten.log_sigmoid))
     yield Call(aten.expm1.default, POSITIVE)
     yield Call(aten.softplus.default, In(B, T, low=-40, high=40), 2.0, 10.0)
+    yield from (Call(aten.softplus.default, X, beta, 1.0) for beta in (1.0, 2.0))
     yield Call(aten.elu.default, X, 1.5, 2.0)
     yield Call(aten.gelu.default, X, approximate="tanh")
     yield Call(aten.silu.default, DOUBLE)
@@ -91,7 +94,13 @@ def elementwise() -> Iterator[Call]:
         yield from (Call(aten.div.Scalar_mode, x, y, rounding_mode="trunc") for x in (N, X))
         yield Call(aten.remainder.Scalar, X, y)
         yield Call(aten.remainder.Scalar_Tensor, y, M)
+    tenths = Call(aten.div.Tensor, Call(aten._to_copy.default, N, dtype=torch.float32), 10)
+    for y in (0.1, -0.1, 0.0, math.inf, Y_BT):  # whole quotients, as 0.3 by 0.1, fall short of 3
+        yield Call(aten.floor_divide.default, tenths, y)
+        yield Call(aten.div.Tensor_mode, tenths, y, rounding_mode="floor")
     yield from (Call(aten.pow.Tensor_Scalar, POSITIVE, e) for e in (0.5, 1, 2, 3, -0.5, 2.7))
+    large = ints(B, T, low=-(1 << 20), high=1 << 20)
+    yield from (Call(aten.pow.Tensor_Scalar, large, e) for e in (0, 3, 4, 7))  # past 2^53, and 2^63
     yield Call(aten.pow.Tensor_Scalar, N, 2)
     yield Call(aten.pow.Tensor_Scalar, N, 3)
     yield Call(aten.pow.Tensor_Scalar, M, 0.5)
@@ -249,8 +258,11 @@ def reduce() -> Iterator[Call]:
     yield Call(aten.prod.dim_int, In(B, T, 3), 2)
     yield Call(aten.logsumexp.default, X, [-1])
     yield Call(aten.logsumexp.default, X, [1], True)
+    yield Call(aten.max.dim, F, 1)
+    nobody = Call(aten.index.Tensor, F, [Call(aten.lt.Scalar, N, -100)])
     for op in (aten.any, aten.all):
         yield Call(op.default, F)
+        yield Call(op.default, nobody)
         yield Call(op.dim, F, 1)
         yield Call(op.dim, N, -1, True)
         yield Call(op.dims, F, [0, 1])
@@ -282,6 +294,11 @@ def sym() -> Iterator[Call]:
     compare = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
     yield from (Call(aten.mul.Tensor, X, Call(op, T, y)) for op in both for y in (2, B))
     yield from (Call(op, Call(operator.sub, B, T), 3) for op in both)
+    yield from (
+        Call(aten.mul.Tensor, X, Call(op, Call(operator.sub, B, T), y))
+        for op in (operator.floordiv, operator.mod)
+        for y in (0.1, -1.5)
+    )
     yield from (Call(op, T, y) for op in compare for y in (B, 3))
     yield from (
         Call(op, Call(op2, T, 3), Call(operator.eq, B, 1))

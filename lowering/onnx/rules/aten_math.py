@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from accel.ir.errors import LoweringError
-from accel.lowering.onnx.writer.builder import MICROSOFT, Builder
+from accel.lowering.onnx.writer.builder import DTYPES, MICROSOFT, Builder
 from accel.lowering.onnx.writer.table import lower
 
 aten = torch.ops.aten
+_FACTORS = 63  # of a power that is multiplied out
 
 UNARY = {  # computed in the output's dtype
     aten.neg.default: "Neg",
@@ -107,20 +108,37 @@ def div_mode(b: Builder, x: Any, y: Any, rounding_mode: str | None = None) -> An
 def floor_divide(b: Builder, x: Any, y: Any) -> Any:
     left, right = pair(b, x, y)
     if b.out.dtype.is_floating_point:
-        return b.node("Floor", b.node("Div", left, right))
+        return floored(b, left, right, b.out.dtype)
     return b.node("Div", b.node("Sub", left, b.node("Mod", left, right)), right)
+
+
+def floored(b: Builder, x: str, y: str, dtype: torch.dtype) -> Any:
+    """Floats divided and rounded down: by what is left, since a quotient such as 1 / 0.1 rounds up to 10."""
+    rest, wrong = _rest(b, x, y, dtype)
+    whole = b.node("Round", b.node("Div", b.node("Sub", x, rest), y))
+    whole = b.node("Sub", whole, b.node("Cast", wrong, to=DTYPES[dtype]))
+    return b.node("Where", b.node("Equal", y, b.constant(0, dtype)), b.node("Div", x, y), whole)
+
+
+def left_over(b: Builder, x: str, y: str, dtype: torch.dtype) -> Any:
+    """What is left of floats, with the sign of y."""
+    rest, wrong = _rest(b, x, y, dtype)
+    return b.node("Where", wrong, b.node("Add", rest, y), rest)
+
+
+def _rest(b: Builder, x: str, y: str, dtype: torch.dtype) -> tuple[str, str]:
+    """What is left, with the sign of x, and where that is not y's sign."""
+    rest, zero = b.node("Mod", x, y, fmod=1), b.constant(0, dtype)
+    flip = b.node("Xor", b.node("Less", rest, zero), b.node("Less", y, zero))
+    return rest, b.node("And", b.node("Not", b.node("Equal", rest, zero)), flip)
 
 
 @lower(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(b: Builder, x: Any, y: Any) -> Any:
     left, right = pair(b, x, y)
-    if not b.out.dtype.is_floating_point:
-        return b.node("Mod", left, right)
-    rest = b.node("Mod", left, right, fmod=1)  # has the sign of x; torch gives it that of y
-    zero = b.constant(0, b.out.dtype)
-    flip = b.node("Xor", b.node("Less", rest, zero), b.node("Less", right, zero))
-    wrong = b.node("And", b.node("Not", b.node("Equal", rest, zero)), flip)
-    return b.node("Where", wrong, b.node("Add", rest, right), rest)
+    if b.out.dtype.is_floating_point:
+        return left_over(b, left, right, b.out.dtype)
+    return b.node("Mod", left, right)
 
 
 @lower(aten.fmod.Tensor, aten.fmod.Scalar)
@@ -140,7 +158,18 @@ def power(b: Builder, x: Any, y: Any) -> Any:
             return b.node("Sqrt", b.operand(x, dtype))
         if y == -0.5:
             return rsqrt(b, x)
+        if not dtype.is_floating_point and 2 < y <= _FACTORS:
+            return _multiplied(b, b.operand(x, dtype), int(y))
     return b.node("Pow", *pair(b, x, y))
+
+
+def _multiplied(b: Builder, x: str, exponent: int) -> str:
+    """A whole number's power; ONNX Runtime's Pow goes by way of floats, which are not exact past 2^53."""
+    if exponent == 1:
+        return x
+    half = _multiplied(b, x, exponent // 2)
+    square = str(b.node("Mul", half, half))
+    return square if exponent % 2 == 0 else str(b.node("Mul", square, x))
 
 
 @lower(aten.square.default)
@@ -155,8 +184,13 @@ def rsqrt(b: Builder, x: str) -> Any:
 
 @lower(aten.log1p.default)
 def log1p(b: Builder, x: str) -> Any:
-    """log(u) * x / (u - 1) with u = 1 + x makes up for the rounding of u."""
     x = b.cast(x, b.out.dtype)
+    u = b.node("Add", x, b.constant(1, b.out.dtype))
+    return b.node("Where", b.node("Equal", u, x), b.node("Log", u), _log1p(b, x))  # infinity, too
+
+
+def _log1p(b: Builder, x: str) -> Any:
+    """log(u) * x / (u - 1) with u = 1 + x makes up for the rounding of u."""
     one = b.constant(1, b.out.dtype)
     u = b.node("Add", x, one)
     ratio = b.node("Div", x, b.node("Sub", u, one))
@@ -196,7 +230,7 @@ def trunc(b: Builder, x: str) -> Any:
 @lower(aten.log_sigmoid.default)
 def log_sigmoid(b: Builder, x: str) -> Any:
     """min(x, 0) - log(1 + exp(-|x|)): exact where exp(x) would overflow or vanish."""
-    rest = log1p(b, b.node("Exp", b.node("Neg", b.node("Abs", x))))
+    rest = _log1p(b, b.node("Exp", b.node("Neg", b.node("Abs", x))))
     return b.node("Sub", b.node("Min", x, b.constant(0, b.out.dtype)), rest)
 
 
@@ -237,11 +271,14 @@ def gelu(b: Builder, x: str, approximate: str = "none") -> Any:
 
 @lower(aten.softplus.default)
 def softplus(b: Builder, x: str, beta: float = 1, threshold: float = 20) -> Any:
-    """Past the threshold torch returns x, which Softplus there equals to 2e-9."""
-    if beta == 1:
-        return b.node("Softplus", x)
+    """Past the threshold torch returns x, which Softplus past 20 equals to 2e-9."""
     scale = b.constant(beta, b.out.dtype)
-    return b.node("Div", b.node("Softplus", b.node("Mul", x, scale)), scale)
+    inner = x if beta == 1 else b.node("Mul", x, scale)
+    out = b.node("Softplus", inner)
+    out = out if beta == 1 else b.node("Div", out, scale)
+    if threshold >= 20:
+        return out
+    return b.node("Where", b.node("Greater", inner, b.constant(threshold, b.out.dtype)), x, out)
 
 
 @lower(aten.leaky_relu.default)

@@ -72,8 +72,11 @@ lower(aten.amin.default, aten.min.default)(_extreme("ReduceMin"))
 
 def _extreme_and_place(op: str, place: str) -> Any:
     def rule(b: Builder, x: str, dim: int, keepdim: bool = False) -> Any:
-        values = reduced(b, op, x, dim, keepdim, b.out[0].dtype)
-        return values, b.node(place, x, axis=dim, keepdims=int(keepdim))
+        dtype = b.out[0].dtype
+        wide = torch.int32 if dtype == torch.bool else dtype
+        values = reduced(b, op, x, dim, keepdim, wide)
+        places = b.node(place, b.cast(x, wide), axis=dim, keepdims=int(keepdim))
+        return (b.cast(values, dtype) if wide != dtype else values), places
 
     return rule
 
@@ -88,8 +91,8 @@ def _logical(op: str) -> Any:
         flags = truth(b, x)
         if not axes:
             return flags
-        wide = b.node("Cast", flags, to=6)  # int32
-        return b.node("Cast", b.node(op, wide, b.ints(*axes), keepdims=int(keepdim)), to=9)
+        found = b.node(op, b.cast(flags, torch.int32), b.ints(*axes), keepdims=int(keepdim))
+        return b.node("Greater", found, b.constant(0, torch.int32))  # of nothing the least number
 
     return rule
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accel.lowering.onnx.rules.aten_math import floored, left_over
 from accel.lowering.onnx.writer.builder import DTYPES, Builder
 from accel.lowering.onnx.writer.table import lower
 
@@ -93,13 +94,19 @@ def floordiv(b: Builder, x: Any, y: Any) -> Any:
     dtype = _kind(b, x, y)
     left, right = b.operand(x, dtype), b.operand(y, dtype)
     if dtype == torch.float64:
-        return b.node("Floor", b.node("Div", left, right))
+        return floored(b, left, right, dtype)
     if not _natural(b, x, y):
         left = b.node("Sub", left, b.node("Mod", left, right))
     return b.node("Div", left, right)
 
 
-lower(operator.mod)(_binary("Mod"))
+@lower(operator.mod)
+def modulo(b: Builder, x: Any, y: Any) -> Any:
+    dtype = _kind(b, x, y)
+    left, right = b.operand(x, dtype), b.operand(y, dtype)
+    if dtype == torch.float64:
+        return left_over(b, left, right, dtype)
+    return b.node("Mod", left, right)
 
 
 @lower(operator.truediv)
