@@ -24,6 +24,7 @@ def embedding(b: Builder, weight: str, ids: str, *_: Any, **__: Any) -> Any:
 
 @lower(aten.index_select.default)
 def index_select(b: Builder, x: str, dim: int, index: str) -> Any:
+    index = index if b.rank(index) else b.node("Reshape", index, b.ints(1))  # the axis stays
     return b.node("Gather", x, index, axis=dim % b.rank(x))
 
 
@@ -236,9 +237,10 @@ def argsort_stable(
 
 def _extreme(op: str) -> Any:
     def rule(b: Builder, x: str, dim: int | None = None, keepdim: bool = False) -> Any:
-        if dim is None:
-            x, dim = b.node("Reshape", x, b.ints(-1)), 0
-        return b.node(op, x, axis=dim, keepdims=int(keepdim))
+        if dim is not None:
+            return b.node(op, x, axis=dim, keepdims=int(keepdim))
+        found = b.node(op, b.node("Reshape", x, b.ints(-1)), axis=0, keepdims=0)
+        return b.node("Reshape", found, b.ints(*[1] * b.rank(x))) if keepdim else found
 
     return rule
 

@@ -147,11 +147,17 @@ def fused_rms_norm(
 # Convolution
 
 
-def _pads(padding: Sequence[int] | str, count: int) -> dict[str, Any]:
-    if isinstance(padding, str):
-        return {"auto_pad": {"same": "SAME_UPPER", "valid": "VALID"}[padding]}
-    one = list(padding) if len(padding) == count else list(padding) * count
-    return {"pads": [*one, *one]}
+def _pads(
+    padding: Sequence[int] | str, kernel: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Of all axes before, then after; an odd "same" pads one more after."""
+    if padding == "same":
+        whole = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+        return [*(n // 2 for n in whole), *(n - n // 2 for n in whole)]
+    if isinstance(padding, str):  # "valid"
+        return [0] * 2 * len(kernel)
+    one = list(padding) if len(padding) == len(kernel) else list(padding) * len(kernel)
+    return [*one, *one]
 
 
 @lower(aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding)
@@ -166,6 +172,7 @@ def conv(
     groups: int = 1,
 ) -> Any:
     count = b.rank(weight) - 2
+    dilation = list(dilation) if len(dilation) == count else list(dilation) * count
     flat = b.rank(x) == count + 1  # without a batch axis
     data = b.node("Unsqueeze", x, b.ints(0)) if flat else x
     out = b.node(
@@ -174,9 +181,9 @@ def conv(
         weight,
         bias,
         strides=list(stride) if len(stride) == count else list(stride) * count,
-        dilations=list(dilation) if len(dilation) == count else list(dilation) * count,
+        dilations=dilation,
         group=groups,
-        **_pads(padding, count),
+        pads=_pads(padding, b.shape(weight)[2:], dilation),
     )
     return b.node("Squeeze", out, b.ints(0)) if flat else out
 
