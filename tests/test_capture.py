@@ -310,6 +310,20 @@ def test_writes_in_place_and_nested_graphs_are_taken():
         torch.testing.assert_close(got, parity.logits(model, tokens), atol=1e-4, rtol=1e-4)
 
 
+def test_a_comparison_in_place_gives_numbers():
+    """x.gt_(y) keeps the type of x; x > y, which is bool, may not stand for it."""
+
+    def forward(self, tokens):
+        x = self.inner(tokens)
+        return (x * 2).gt_(0.1) * x
+
+    model = Around(forward)
+    program = capture(model)
+    same(program, model)
+    (node,) = program.nodes(torch.ops.aten.gt.Scalar)
+    assert node.meta["val"].dtype == torch.bool
+
+
 def test_a_compiled_module_is_taken_as_the_module_it_was():
     program = capture(torch.compile(tiny()))
     same(program, tiny())

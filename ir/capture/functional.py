@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+_COMPARE = {
+    f"{name}_"
+    for name in "eq ne lt le gt ge logical_and logical_or logical_xor logical_not less less_equal greater "
+    "greater_equal not_equal".split()
+}
+
 
 def without_writes(graph: fx.Graph) -> None:
     """x.add_(y)  ->  x + y, where x is a fresh result (no view) that is read here alone.
@@ -17,7 +23,7 @@ def without_writes(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         plain = _plain(node)
-        if plain is not None and isinstance(node.args[0], fx.Node) and _is_fresh(node.args[0]):
+        if plain is not None and _is_fresh(node.args[0]) and _keeps_type(node):
             node.target = plain
 
 
@@ -45,11 +51,22 @@ def _plain(node: fx.Node) -> Any:
     return getattr(packet, schema.overload_name or "default", None)
 
 
-def _is_fresh(node: fx.Node) -> bool:
+def _keeps_type(node: fx.Node) -> bool:
+    """Whether the result has the type of the first operand also where it is not written into that."""
+    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    first, *others = (n.meta["val"] for n in node.all_input_nodes)
+    if name in _COMPARE:
+        return bool(first.dtype == torch.bool)
+    tensors = [v for v in others if isinstance(v, torch.Tensor)]
+    return all(torch.result_type(first, v) == first.dtype for v in tensors)
+
+
+def _is_fresh(node: Any) -> bool:
     """Whether a value is the one reader's own: computed, not a view of another, and read once."""
-    schema = getattr(node.target, "_schema", None)
+    schema = getattr(getattr(node, "target", None), "_schema", None)
     return (
-        node.op == "call_function"
+        isinstance(node, fx.Node)
+        and node.op == "call_function"
         and schema is not None
         and not any(result.alias_info for result in schema.returns)
         and len(node.users) == 1
