@@ -45,7 +45,7 @@ def missing(node: fx.Node) -> LoweringError:
     place = f", from {stack[-1][0]}" if stack and stack[-1][0] else ""
     return LoweringError(
         f"onnx: no lowering for {node.target} (node {node.name}{place}). "
-        "Write one in lowering/onnx/aten_*.py, or set target='eager'."
+        "Write one in lowering/onnx/rules/aten_*.py, or set target='eager'."
     )
 
 
