@@ -12,6 +12,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
 
+from accel.ir.capture.functional import without_writes
+from accel.ir.errors import PassError
 from accel.ir.program import Editor
 from accel.ir.specialization import no_specialization
 
@@ -27,7 +29,7 @@ def trace(
     """Insert what `function` does with the operands at the graph's insertion point.
 
     It is run once on their fake values, sizes symbolic; operators of the dialect stay whole. A tensor
-    that it makes out of nothing becomes a parameter `<name>.<n>`. Returns the node, or nested tuples
+    of numbers that it names (`torch.tensor`) becomes a parameter. Returns the node, or nested tuples
     and dicts of nodes, as the function does.
 
     `key`: hashable; what is traced under one key is the same function. It is traced once for operands that
@@ -35,7 +37,8 @@ def trace(
     the first.
 
     Raises:
-        PassError: the function takes a symbolic size as a number, and would be wrong at other lengths.
+        PassError: the function takes a symbolic size as a number, and would be wrong at other lengths; or it
+            writes into a tensor that something else reads.
     """
     values = _apart(editor, [o.meta["val"] for o in operands])
     known, form = editor.program.traces, (key, _form(values))
@@ -49,6 +52,7 @@ def trace(
             torch.no_grad(),
         ):
             traced, before = make_fx(function, pre_dispatch=True)(*values), values
+        _check_writes(traced.graph, name)
         if key is not None:
             known[form] = traced, values
     renamed = Renamed(editor, before, values)
@@ -60,7 +64,7 @@ def trace(
         elif node.op == "output":
             return map_arg(node.args[0], env.__getitem__)
         elif node.op == "get_attr":
-            env[node] = editor.param(f"{name}.{node.target}", getattr(traced, node.target))
+            env[node] = _constant(editor, f"{name}.{node.target}", getattr(traced, node.target))
         else:
             args: Any = map_arg(node.args, env.__getitem__)
             kwargs: Any = map_arg(node.kwargs, env.__getitem__)
@@ -72,6 +76,31 @@ def trace(
             if like is not None and "layer" in like.meta:
                 made.meta["layer"] = like.meta["layer"]
     raise ValueError(f"{name} returns nothing")
+
+
+def _check_writes(graph: fx.Graph, name: str) -> None:
+    """Replace writes by what gives the same; raise PassError where one is left, which passes would take for unused."""
+    without_writes(graph)
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            raise PassError(
+                f"{name}: the function writes into a tensor ({node.target}), and a graph holds values only; make a new "
+                "one: torch.where, masked_fill, cat or scatter instead of `x[...] = y`, x + y instead of `x += y`"
+            )
+
+
+def _constant(editor: Editor, name: str, value: Tensor) -> fx.Node:
+    """Read a parameter of this value: one of that name, or of the next free one where that holds something else."""
+    params, number, free = editor.program.params, 0, name
+    while free in params and not _equal(params[free], value):
+        number += 1
+        free = f"{name}.{number}"
+    return editor.param(free, value)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _expr(size: Any) -> Any:

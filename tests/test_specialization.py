@@ -158,6 +158,10 @@ HOLD = {
     "sorted": lambda x: x.sort(dim=1).values,
     "causal": lambda x: torch.ones(x.shape[1], x.shape[1]).tril() @ x,
     "repeated": lambda x: x.repeat_interleave(2, dim=1),
+    "constant": lambda x: torch.where(x > torch.tensor(0.5), x, torch.tensor([1.0, 2.0, 3.0, 4.0])),
+    "sum in place": lambda x: (x * 2).add_(1).clamp_(min=0),
+    "wider in place": lambda x: x * (x * 2).add_(torch.tensor(0.5, dtype=torch.float64)),
+    "cosines": lambda x: torch.nn.functional.cosine_similarity(x[:, :1], x, dim=-1),
 }
 
 
@@ -188,6 +192,55 @@ def test_what_is_refused_would_be_wrong(function, monkeypatch):
     made = traced(function)
     assert not apart(function, made, EXAMPLE)
     assert [n for n in (1, 2, 3, 17) if apart(function, made, n)]
+
+
+def set_part(x):
+    made = torch.zeros_like(x)
+    made[..., 0] = 1
+    return x + made
+
+
+def scale_part(x):
+    made = x.clone()
+    made[:, :2] *= 3
+    return made
+
+
+def add_to_operand(x):
+    x += 1
+    return x
+
+
+@pytest.mark.parametrize(
+    "function, operator",
+    [(set_part, "fill_"), (scale_part, "mul_"), (add_to_operand, "add_")],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_a_write_into_a_tensor_is_refused(function, operator):
+    """Passes would drop it, for nothing reads its result."""
+    with pytest.raises(PassError, match=rf"^kv.score.mine: .* \(aten.{operator}\S*\).*torch.where"):
+        traced(function)
+
+
+def test_a_write_that_another_type_would_give_is_no_plain_call():
+    """x.gt_(y) holds numbers, and x > y bools."""
+    with pytest.raises(PassError, match="writes into a tensor .aten.gt_"):
+        traced(lambda x: (x * 2).gt_(0.5) * x)
+
+
+def test_constants_of_two_functions_of_one_name_stay_apart():
+    made = program()
+    graph, x = made.step.graph, made.step.input("x")
+    editor = Editor(made, graph)
+
+    def times(number):
+        return lambda x: x * torch.tensor(number)
+
+    for number in (2.0, 3.0, 2.0):
+        x = trace(editor, "kv.codec.mine", times(number), x)
+    graph.output((x,))
+    (got,) = execute(graph, made.params, {"x": torch.ones(1, 3, 4)})
+    assert (got == 12).all() and len(made.params) == 2, "equal ones are one"
 
 
 def test_a_check_that_raises_is_no_pin():
