@@ -1,6 +1,9 @@
 """accel::Linear: products of few bits with what stands around them, as the reference has them, row by row."""
 
 import itertools
+import platform
+import subprocess
+from pathlib import Path
 
 import models
 import numpy as np
@@ -14,6 +17,7 @@ import accel
 from accel.ir.ops.quantized import dequantize, pack, round_activations
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import join
+from accel.lowering.onnx.native.compile import find_compiler
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
 
@@ -102,6 +106,17 @@ def test_every_form_equals_the_reference(form, tmp_path):
             torch.testing.assert_close(
                 run(x=x).double(), want, atol=2e-6 * float(want.abs().max()), rtol=0
             )
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of AVX2")
+def test_it_is_compiled_where_nothing_is_unrolled(tmp_path):
+    """Numbers that instructions hold are constants as they are written, as clang demands at every level."""
+    compiler = find_compiler()
+    assert compiler is not None
+    source, made = Path(native.__file__).parent / "linear.cc", tmp_path / "linear.o"
+    command = [compiler, "-std=c++17", "-O0", "-march=haswell", "-c", str(source), "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_an_input_that_is_not_rounded_is_another_result(tmp_path):

@@ -34,11 +34,14 @@ inline void turn(const uint8_t* const* rows, int64_t at, __m256i* out) {
       r[i + 2 * j] = _mm256_unpacklo_epi64(s[i + j], s[i + j + 2]);
       r[i + 2 * j + 1] = _mm256_unpackhi_epi64(s[i + j], s[i + j + 2]);
     }
-  __m256i low = _mm256_set1_epi8(15);
-  for (int i = 0; i < 8; ++i) {
-    __m256i both = _mm256_permute2x128_si256(r[i % 4], r[i % 4 + 4], i < 4 ? 0x20 : 0x31);
+  auto part = [&](__m256i both, int i) {
+    __m256i low = _mm256_set1_epi8(15);
     out[i] = _mm256_and_si256(both, low);
     out[8 + i] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+  };
+  for (int i = 0; i < 4; ++i) {  // the last argument is to be a constant, also where nothing is unrolled
+    part(_mm256_permute2x128_si256(r[i], r[i + 4], 0x20), i);
+    part(_mm256_permute2x128_si256(r[i], r[i + 4], 0x31), 4 + i);
   }
 }
 
