@@ -59,13 +59,14 @@ class Norms(Pass):
         inverse = _inverse_root(add)
         if inverse is None:
             return "no reciprocal square root follows"
-        scaled = _only(inverse, aten.mul.Tensor, aten.div.Tensor)
+        root = inverse.target is aten.sqrt.default
+        scaled = _only(inverse, aten.div.Tensor if root else aten.mul.Tensor)
         if scaled is None or x not in scaled.args:
             return "the root does not scale the same value"
         weight, last = None, scaled
         user = _only(scaled, aten.mul.Tensor)
         if user is not None:
-            other = next(a for a in user.args if a is not scaled)
+            other = next((a for a in user.args if a is not scaled), None)  # none: its square
             if (
                 isinstance(other, fx.Node)
                 and kinds[other] == "const"
