@@ -80,7 +80,14 @@ def quarter_more(m, x, positions):
     return flat(pairs(x) * m.spin[positions].unsqueeze(2) * 1j)
 
 
-FORMS = [stored, polar, exponent, of_halves, conjugated, quarter_more]
+def laid_out(m, x, positions):
+    """Halves that are laid out as neighbours before they are viewed as complex."""
+    z = torch.view_as_complex(x.unflatten(-1, (2, -1)).transpose(-1, -2).contiguous())
+    z = z * m.spin[positions].unsqueeze(2)
+    return torch.cat([z.real, z.imag], -1)
+
+
+FORMS = [stored, polar, exponent, of_halves, conjugated, quarter_more, laid_out]
 
 
 def program_of(turn):

@@ -53,6 +53,7 @@ class Clean(Pass):
 
 def _drop(graph: fx.Graph) -> int:
     changed = 0
+    complex_ = _before_complex(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -60,13 +61,24 @@ def _drop(graph: fx.Graph) -> int:
             node.target = aten.reshape.default
         if node.target in _ASSERTS:
             graph.erase_node(node)
-        elif _does_nothing(node):
+        elif node not in complex_ and _does_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         else:
             continue
         changed += 1
     return changed
+
+
+def _before_complex(graph: fx.Graph) -> set[fx.Node]:
+    """Copies, casts and views that lay out what is viewed as complex, where the two numbers must be neighbours."""
+    found: set[fx.Node] = set()
+    for node in graph.find_nodes(op="call_function", target=aten.view_as_complex.default):
+        value: Any = node.args[0]
+        while value.target in {*_COPIES, *_CASTS, *_VIEWS, aten.reshape.default}:
+            found.add(value)
+            value = value.args[0]
+    return found
 
 
 def _does_nothing(node: fx.Node) -> bool:
