@@ -91,6 +91,20 @@ def test_what_is_made_is_the_users_alone_and_found_again(compiler, cache):
     assert again() == (path, "") and compiler.asked == asked
 
 
+@posix
+def test_the_language_of_the_compiler_makes_no_other_library(compiler, cache, monkeypatch):
+    """Its version is told in the user's language, maybe in bytes that Python cannot read."""
+    script = compiler.path.read_text().splitlines(keepends=True)
+    told = """[ "$1" = --version ] && { [ "$LC_ALL" = C ] || printf 'f\\374r %s' "$LANG"; exit 0; }\n"""
+    compiler.path.write_text("".join([script[0], told, *script[1:]]))
+    monkeypatch.delenv("LC_ALL", raising=False)
+    paths = set()
+    for language in ("C", "de_DE"):
+        monkeypatch.setenv("LANG", language)
+        paths.add(again())
+    assert len(paths) == 1 and compiler.links == 1
+
+
 def cut(path: Path) -> None:
     path.write_bytes(LIBRARY[:5])
 

@@ -50,9 +50,7 @@ def key(compiler: str) -> str:
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.glob("*.[ch]*")):
         digest.update(source.read_bytes())
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=SECONDS
-    ).stdout
+    version = _called([compiler, "--version"], SECONDS).stdout
     digest.update(f"{_FLAGS} {version} {platform.machine()} {_processor()}".encode())
     return digest.hexdigest()[:16]
 
@@ -81,15 +79,22 @@ def compile_library(compiler: str, folder: Path, progress: Progress) -> Path:
     return made
 
 
-def _run(command: list[str], end: float) -> None:
-    done = subprocess.run(
+def _called(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """What a compiler says, in English whatever the user's language: reasons are looked for in it, and its version is
+    a part of the key.
+    """
+    return subprocess.run(
         command,
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=max(0.0, end - time.monotonic()),
-        env={**os.environ, "LC_ALL": "C"},  # messages in English, in which reasons are looked for
+        timeout=seconds,
+        env={**os.environ, "LC_ALL": "C"},
     )
+
+
+def _run(command: list[str], end: float) -> None:
+    done = _called(command, max(0.0, end - time.monotonic()))
     if done.returncode:
         said = done.stderr.strip()
         raise CompileError(
