@@ -123,8 +123,8 @@ class Guide:
     def restrict(self, logits: Logits, seen: Ints) -> None:
         """Set logits [V] to -inf for tokens that may not follow `seen` [n]: an end where the text is not whole, too.
 
-        Behind an end, or a token that may not come, nothing is restricted. Raises InputError where no token may
-        follow, or the grammar is too complex.
+        Behind an end, a text that ends the row (`complete`), or a token that may not come, nothing is restricted.
+        Raises InputError where no token may follow, or the grammar is too complex.
         """
         if not self._goes(seen):
             return
@@ -134,6 +134,8 @@ class Guide:
         allowed[self._own_end] = False
         allowed[self._ends] = self._matcher.is_accepting()
         if not allowed.any():
+            if self._path and self._matcher.is_stopped():  # a draft goes on behind the row's end
+                return
             raise InputError(
                 "structured_outputs: the grammar lets no token follow: the text is not whole, but the vocabulary has "
                 "nothing that goes on; or it is, and the request has no end token (eos)"

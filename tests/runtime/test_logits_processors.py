@@ -98,6 +98,33 @@ def test_drafts_change_no_token(toy, rows, tokenizer, sampler, grammar):
         assert bool(whole) == (row.finish == "stop") and row.finish in ("stop", "length")
 
 
+RULES = ("sample-match", "spec-chain", "block-verify", "rrs-wor", "medusa-typical", "top-beta")
+
+
+@pytest.mark.parametrize("sampler", [Standard(), Standard(temperature=0.01)], ids=str)
+def test_drafts_may_go_on_behind_a_text_that_ends_without_an_end_token(toy, tokenizer, sampler):
+    """The row ends where the grammar does, whatever was drafted and accepted behind it."""
+    words = Grammar(StructuredOutputsParams(regex="[a-d]{6}"), tokenizer, toy.vocab)
+
+    def make():
+        made = rows_of(PROMPTS, sampler, 3)
+        for row in made:
+            row.sampler = Processed(sampler, toy.vocab, guide=words.begin(row.prompt.size, ()))
+        return made
+
+    want = make()
+    plain(toy.session(batch=3), want)
+    assert {row.finish for row in want} == {"stop"}
+    behind = plain(toy.session(batch=3), rows_of([row.seen for row in want], limit=6))
+    found = {tuple(r.prompt.tolist()): r.tokens + b for r, b in zip(want, behind, strict=True)}
+    for rule in RULES:
+        got = make()
+        with toy.session(batch=3) as session:
+            list(speculated(session, got, Known(found), rule))
+        assert [(r.tokens, r.finish) for r in got] == [(r.tokens, r.finish) for r in want], rule
+        assert sum(row.drafting["accepted"] for row in got) > 6
+
+
 def test_a_verifier_that_forgets_the_path_is_caught(toy, rows, monkeypatch):
     """The control: the distribution of every node from the tokens before the draft."""
     want = plain(toy.session(batch=3), rows(Standard()))
