@@ -50,7 +50,7 @@ class ByLevels(Beside):
                 number = len(said[i])
                 said[i] += new[i]
                 found[i] = [
-                    self._law(i, line, trees.path(i, number + n)) for n, line in enumerate(new[i])
+                    self.law(i, line, trees.path(i, number + n)) for n, line in enumerate(new[i])
                 ]
             if found:
                 waiting.update((i, lines) for i, lines in new.items() if i not in found)
@@ -62,9 +62,9 @@ class ByLevels(Beside):
         )
         return self._trees
 
-    def _law(self, i: int, logits: Logits, seen: Ints) -> Distribution:
-        """What may follow a node, by the row's sampler; all of it where a greedy row's children are chosen."""
-        if self.rows[i].sampler.greedy:
-            scores = self.rows[i].sampler.scores(logits, seen)
-            return Distribution(np.arange(scores.size), np.exp(scores - scores.max()))
-        return self.rows[i].sampler.distribution(logits, seen)
+    def said(self, row: int, logits: Logits, seen: Ints) -> Distribution:
+        """As of ByModel; all that the model says where a greedy row's children are chosen."""
+        if not self.rows[row].sampler.greedy:
+            return super().said(row, logits, seen)
+        scores = self.rows[row].sampler.scores(logits, seen)
+        return Distribution(np.arange(scores.size), np.exp(scores - scores.max()))

@@ -8,12 +8,14 @@ from typing import Self
 
 import numpy as np
 
+from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters, More
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.sample import Distribution
 from accel.runtime.speculation.guard import round_costs
 from accel.runtime.tree import Guesses, Level, Shape, Tree, grown
 from accel.runtime.verify import Base as Rule
@@ -45,6 +47,19 @@ class ByModel(Drafters):
     def leave(self, order: Ints) -> None:
         self.draws, self.shapes = picked(self.draws, order), picked(self.shapes, order)
         self._trees = {}
+
+    def law(self, row: int, logits: Logits, seen: Ints) -> Distribution | None:
+        """What may follow tokens [n], by a row's sampler and what the model says [V]; None where the request lets
+        nothing follow them: the row's own text may never come there, and fails by itself where it does.
+        """
+        try:
+            return self.said(row, logits, seen)
+        except InputError:
+            return None
+
+    def said(self, row: int, logits: Logits, seen: Ints) -> Distribution:
+        """The same; raises InputError where nothing may follow."""
+        return self.rows[row].sampler.distribution(logits, seen)
 
     def observe(self, row: int, tree: Tree, verdict: Verdict, logits: Logits) -> None:
         if tree is self._trees.get(row):
@@ -86,7 +101,7 @@ class ByLogits(ByModel):
             waiting.clear()
             for i in more.draws(said):
                 last[i] = said[i][0]
-                guesses[i] = [self.rows[i].sampler.distribution(last[i], paths[i][: sizes[i]])]
+                guesses[i] = [self.law(i, last[i], paths[i][: sizes[i]])]
             if guesses:
                 waiting.update((i, one) for i, one in said.items() if i not in guesses)
                 guesses |= {i: levels[i] for i in waiting}

@@ -4,6 +4,7 @@ and mistakes of the user's functions.
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.decode.structured_outputs import Grammar, StructuredOutputsParams
+from accel.runtime.draft.model import Model
 from accel.runtime.draft.prompt_lookup import PromptLookup
 from accel.runtime.draft.token_recycling import TokenRecycling
 from accel.runtime.inputs.text import Tokenizer
@@ -22,12 +24,15 @@ from accel.runtime.loop.first_finish import FirstFinish
 from accel.runtime.loop.lookahead import Lookahead
 from accel.runtime.model.load import load
 from accel.runtime.sample.standard import Standard
+from accel.runtime.tree.dyspec import Dyspec
+from accel.runtime.tree.eagle_tree import EagleTree
 from accel.runtime.tree.static import Static
 from accel.runtime.verify import Target
 
 from ..draft_case import Known, plain, rows_of, speculated, surprise
 from ..prefill_case import built
 from ..test_speculation import texts
+from .test_draft_model import Beside
 from .test_speculative import drawing
 
 PROMPTS = [[5, 17, 200, 3, 88], [9], [7, 8] * 12]
@@ -123,6 +128,50 @@ def test_drafts_may_go_on_behind_a_text_that_ends_without_an_end_token(toy, toke
             list(speculated(session, got, Known(found), rule))
         assert [(r.tokens, r.finish) for r in got] == [(r.tokens, r.finish) for r in want], rule
         assert sum(row.drafting["accepted"] for row in got) > 6
+
+
+def held_to(prompts, want):
+    """A function that lets nothing follow tokens that are not those of a row's text."""
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, want, strict=True)]
+
+    def held(ids, logits):
+        inside = any(text[: ids.size] == ids.tolist() for text in texts)
+        return logits if inside else np.full_like(logits, -np.inf)
+
+    return held
+
+
+@pytest.mark.parametrize("sampler", [Standard(), WARM], ids=str)
+def test_a_draft_ends_where_nothing_may_follow(toy, rows, sampler):
+    """The draft model comes there, and the text never does."""
+    want = plain(toy.session(batch=3), rows_of(PROMPTS, sampler, 3))
+    held = held_to(PROMPTS, want)
+    beside = Beside(toy, 1.0)
+    got = rows_of(PROMPTS, sampler, 3)
+    for row in got:
+        row.sampler = Processed(sampler, toy.vocab, processors=[held])
+    with toy.session(batch=3) as session:
+        list(speculated(session, got, Model(), "sample-match", model=beside.target))
+    assert [row.tokens for row in got] == want
+    figures = [row.drafting for row in got]
+    assert any(one["drafted"] > one["accepted"] > 0 for one in figures)
+
+
+@pytest.mark.few(1)
+def test_a_tree_ends_where_nothing_may_follow():
+    model = built("llama", tables=RECYCLING)
+    prompts = texts(50, 3, 1, 30)
+    want = plain(model.session(3), rows_of(prompts, max_context=64))
+    for shape in (EagleTree(depth=2), Dyspec(depth=2)):
+        got = rows_of(prompts, max_context=64)
+        held = held_to(prompts, want)
+        for row in got:
+            row.sampler = Processed(Standard(), model.facts.vocab_size, processors=[held])
+        own = SimpleNamespace(draft_model=model, tokenizer=None, facts=model.facts)
+        with model.session(3) as session:
+            list(speculated(session, got, Model(), "sample-match", model=own, tree=shape))
+        assert [row.tokens for row in got] == want
+        assert all(row.drafting["drafted"] > row.drafting["accepted"] > 0 for row in got)
 
 
 def test_a_verifier_that_forgets_the_path_is_caught(toy, rows, monkeypatch):
