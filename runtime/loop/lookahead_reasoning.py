@@ -100,6 +100,14 @@ class _Step:
         full = len(self.row.tokens) - self.start == self.most
         self.whole = bool(self.row.finish) or full or BLANK_LINE in self._text
 
+    def pick(self, logits: Logits) -> None:
+        """Let the row take what it picks. An error is of the way that it goes alone, which may not be chosen."""
+        try:
+            self.accept(self.row.pick(logits), logits)
+        except Exception as error:
+            self.row.fail(error)
+            self.whole = True
+
     @property
     def tokens(self) -> list[int]:
         return self.row.tokens[self.start :]
@@ -189,8 +197,11 @@ class _Rounds(Rounds):
         self._session.select(chosen)
         for i, group in groups.items():
             assert group.chosen is not None
-            rows[i].follow(group.ways[group.chosen].row)
-            rows[i].rng = group.ways[group.chosen].row.rng
+            way = group.ways[group.chosen].row
+            rows[i].follow(way)
+            rows[i].rng = way.rng
+            if way.error is not None:
+                rows[i].fail(way.error)
             rows[i].drafting.update(
                 rounds=len(group.draft) > 1,
                 drafted=sum(map(len, group.draft.tokens)),
@@ -224,7 +235,7 @@ class _Rounds(Rounds):
 
     def _growth(self, i: int) -> Generator[list[int], Logits | None, _Draft]:
         """The draft of a row: asks for what follows tokens behind the row, and gets logits [V]. A step that there is no
-        room to end is left out.
+        room to end, or that the request does not let end, is left out.
         """
         row, draft = self._rows[i], _Draft()
         most = self._follower.most(row.seen.size, row.left)
@@ -237,7 +248,11 @@ class _Rounds(Rounds):
                     logits = yield [*before, *step.tokens]
                     assert logits is not None
                     others = rank if row.sampler.greedy and not step.tokens else 0
-                    step.accept(_pick(step.row, logits, others), None)
+                    try:
+                        token = _pick(step.row, logits, others)
+                    except InputError:  # the request lets no such token follow
+                        break
+                    step.accept(token, None)
                 if step.whole and (new := draft.add(parent, step.tokens)) is not None:
                     yield from below(new, step.row, levels - 1)
 
@@ -325,8 +340,7 @@ class _Rounds(Rounds):
                 counts[first[i] + k] = 1
             logits = session.run(column, None if counts.all() else counts)[:, 0]
             for i, k in due:
-                step, line = groups[i].ways[k], logits[first[i] + k]
-                step.accept(step.row.pick(line), line)
+                groups[i].ways[k].pick(logits[first[i] + k])
             for group in groups.values():
                 self._choose(group)
         for i, group in groups.items():
@@ -347,8 +361,9 @@ class _Rounds(Rounds):
         """Judge the steps of a row in their order, as far as the model has written them; each is asked about once."""
         while group.chosen is None and group.ways[group.stood].whole:
             k, draft = group.stood, group.draft
-            own = group.ways[k].tokens
-            stands = (c for c in draft.children(k) if self._same(draft.tokens[c], own))
+            own, failed = group.ways[k].tokens, group.ways[k].row.error is not None
+            children = () if failed else draft.children(k)
+            stands = (c for c in children if self._same(draft.tokens[c], own))
             if (child := next(stands, None)) is None:
                 group.chosen = k
             else:

@@ -13,6 +13,7 @@ from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.judge import Judge
+from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import lookahead_reasoning
@@ -208,6 +209,47 @@ def test_any_of_several_drafted_steps_may_stand(toy, tokenizer):
     assert [row.tokens for row in rows] == plain(
         toy.session(batch=3), rows_of(PROMPTS, WARM, limit=20)
     )
+
+
+@pytest.mark.parametrize("sampler", [Standard(), WARM])
+def test_a_step_that_nothing_may_begin_or_go_on_is_left_out(toy, tokenizer, sampler):
+    """Where one token alone may come, and where the draft model goes and the text does not."""
+    want = plain(toy.session(batch=3), rows_of(PROMPTS, sampler, limit=20))
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, want, strict=True)]
+
+    def held(ids, logits):
+        after = [text[ids.size] for text in texts if text[: ids.size] == ids.tolist()]
+        only = np.full_like(logits, -np.inf)
+        if ids.size % 5:
+            return logits if after else only
+        only[after] = logits[after]
+        return only
+
+    rows = rows_of(PROMPTS, sampler, limit=20)
+    for row in rows:
+        row.sampler = Processed(sampler, toy.vocab, processors=[held])
+    with toy.session(batch=3) as session:
+        method = LookaheadReasoning(2, 4, 2)
+        list(method.tokens(session, rows, told(toy, tokenizer, JUDGES["no"])))
+    assert [row.tokens for row in rows] == want
+    assert sum(row.drafting["accepted"] for row in rows) > 8
+
+
+def test_a_row_that_fails_fails_alone(toy, tokenizer):
+    want = plain(toy.session(batch=3), rows_of(PROMPTS, limit=20))
+    rows = rows_of(PROMPTS, limit=20)
+    bad = [lambda ids, logits: logits if ids.size < 20 else 1 / 0]
+    rows[1].sampler = Processed(Standard(), toy.vocab, processors=bad)
+    with toy.session(batch=3) as session:
+        loop = LookaheadReasoning(2, 4)
+        rounds = loop.rounds(session, rows, told(toy, tokenizer, JUDGES["no"]))
+        list(rounds.start())
+        while rounds.live:
+            rounds.run()
+        rounds.close()
+    assert "ZeroDivisionError" in str(rows[1].error) and rows[1].finish == "failed"
+    assert rows[1].tokens == want[1][:19]
+    assert [rows[0].tokens, rows[2].tokens] == [want[0], want[2]]
 
 
 @pytest.mark.few(1)
