@@ -132,7 +132,7 @@ class Follower:
         """Take back what of rows is not of these tokens [n]: how many are held, fewer than n."""
         session, keep = self._session, self._session.lengths
         for i, ids in rows.items():
-            start, end = int(self._sure[i]), min(int(keep[i]), ids.size - 1)
+            start, end = min(int(self._sure[i]), ids.size - 1), min(int(keep[i]), ids.size - 1)
             differs = np.flatnonzero(self._log.ids[i, start:end] != ids[start:end])
             keep[i] = start + differs[0] if differs.size else max(start, end)
         if (keep < session.lengths).any():

@@ -126,6 +126,17 @@ def test_rows_that_sleep_are_caught_up_in_one_call(toy):
     follower.close()
 
 
+def test_a_round_whose_check_failed_may_come_again(toy):
+    """Of no row anything is new then; the last token runs again."""
+    follower, seen = Follower(Beside(toy), 2), toy.tokens(2, 40)
+    texts = {0: seen[0, :9], 1: seen[1, :4]}
+    want = follower.follow(texts)
+    follower.run({0: np.array([7])})
+    np.testing.assert_allclose(follower.follow(texts), want, atol=1e-3, rtol=1e-3)
+    assert follower._session.lengths.tolist() == [9, 4]
+    follower.close()
+
+
 def test_looking_back_says_what_the_model_would_have_said(toy):
     """Of rows of different lengths, one read from near its prompt's end on, in the first look and in a later one."""
     follower, seen = Follower(Beside(toy), 2), toy.tokens(2, 150)
