@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Self
 
@@ -73,8 +73,10 @@ class Beside(ByModel):
             draft for i, (first, logits) in found.items() for draft in self._would(i, first, logits)
         ]
 
-    def follow(self, rows: Sequence[int]) -> Logits:
-        """Let the model hold these rows' committed tokens: the logits [B,1,V] after each."""
+    def begin(self, rows: Iterable[int]) -> None:
+        """These rows draft: read from now on the whole of those where that pays. It comes before `most`, as there is
+        less room behind a whole row.
+        """
         for i in rows:
             row, size = self.rows[i], self.rows[i].seen.size
             if (
@@ -83,6 +85,9 @@ class Beside(ByModel):
                 and self._follower.most(size, 1) > 0
             ):
                 self._follower.whole(i)
+
+    def follow(self, rows: Sequence[int]) -> Logits:
+        """Let the model hold these rows' committed tokens: the logits [B,1,V] after each."""
         return self._follower.follow({i: self.rows[i].seen for i in rows})
 
     def most(self, row: int, limit: int) -> int:

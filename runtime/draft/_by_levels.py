@@ -19,6 +19,7 @@ class ByLevels(Beside):
     """A length is asked of the nodes that the tree goes on from."""
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        self.begin(limits)
         sizes = {i: self._follower.most(self.size(i) + 1, limit) for i, limit in limits.items()}
         texts = {i: self.rows[i].seen for i, most in sizes.items() if most > 0}
         trees = Levels(self._follower, texts)

@@ -4,7 +4,7 @@ tokenizers exchange text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +18,7 @@ from accel.ir.recipe import Recipe
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
-from accel.runtime.draft import Base, Drafters
+from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.draft._beside import Beside
 from accel.runtime.draft._by_levels import ByLevels
 from accel.runtime.draft._by_logits import ByLogits
@@ -26,6 +26,7 @@ from accel.runtime.draft._texts import ByText
 from accel.runtime.inputs.text import same_tokens
 from accel.runtime.speculation.follow import Follower
 from accel.runtime.speculation.heir import Heir
+from accel.runtime.tree import Tree
 
 TOKEN, LEVEL = (
     5e-5,
@@ -103,6 +104,10 @@ class Model(Base):
 
 class Chains(Beside, ByLogits):
     """Drafts for rows whose tokens are the draft model's own."""
+
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        self.begin(limits)
+        return super().draft(limits, more)
 
     def first(self, rows: list[int]) -> Logits:
         return self.follow(rows)

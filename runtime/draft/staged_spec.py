@@ -56,6 +56,7 @@ class _Staged(Chains):
         self._known: dict[int, list[tuple[int, Logits]]] = {}  # token, logits [V] after it
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        self.begin(limits)
         self._limits = {i: self.most(i, limit) for i, limit in limits.items()}
         return super().draft(limits, more)
 
