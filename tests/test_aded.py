@@ -164,6 +164,8 @@ def test_bad_options():
     for options, words in [
         ({"cap": 0.0}, "cap is 0.0; give a weight above 0"),
         ({"step": -1.0}, "step is -1.0; give at least 0"),
+        ({"step": float("inf"), "cap": float("inf")}, "step is inf"),
+        ({"cap": float("inf")}, "cap is inf"),
         ({"choices": 0}, "choices is 0; give at least 1"),
     ]:
         with pytest.raises(RecipeError, match=f"draft.aded: {words}"):

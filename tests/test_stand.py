@@ -193,6 +193,15 @@ def test_a_template_that_is_none(tmp_path, text, why):
         Template(str(file))
 
 
+def test_bad_options():
+    for options, why in [
+        ({"kept": 0}, "kept is 0; give at least 1"),
+        ({"bytes": 100}, "bytes is 100; give at least"),
+    ]:
+        with pytest.raises(RecipeError, match=f"draft.stand: {why}"):
+            Stand(**options)
+
+
 def test_what_it_goes_with():
     plan = assemble(Recipe(tables={"draft": {"use": "stand"}, "tree": {"use": "dyspec"}}))
     assert plan.recipe.tables["verify"]["use"] == "rrs-wor"

@@ -53,11 +53,11 @@ class Aded(Base):
 
     def __post_init__(self) -> None:
         for name, least in (("step", 0), ("simulations", 1), ("choices", 1), ("nodes", 1)):
-            if not getattr(self, name) >= least:
+            if not least <= getattr(self, name) < inf:
                 raise RecipeError(
                     f"draft.aded: {name} is {getattr(self, name)}; give at least {least}"
                 )
-        if not self.cap > 0:
+        if not 0 < self.cap < inf:
             raise RecipeError(f"draft.aded: cap is {self.cap}; give a weight above 0")
 
     def store(self, facts: Facts, tokenizer: Tokenizer | None) -> Trigrams | Adaptive | None:

@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 
 from accel.ir.axis import count
+from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
@@ -52,6 +53,11 @@ class Stand(Base):
     bytes: int = 16 << 20
 
     provides = frozenset({Invariant.PROBABILITIES})
+
+    def __post_init__(self) -> None:
+        for name, least in (("kept", 1), ("bytes", _entry(max(self.kept, 1)))):
+            if (value := getattr(self, name)) < least:
+                raise RecipeError(f"draft.stand: {name} is {value}; give at least {least}")
 
     @property
     def asks(self) -> Mapping[str, str]:

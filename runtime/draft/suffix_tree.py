@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,10 +44,14 @@ class SuffixTree(Base):
 
     def __post_init__(self) -> None:
         for name, least in (("alpha", 0), ("depth", 1)):
-            if not getattr(self, name) >= least:
+            if not least <= getattr(self, name) < inf:
                 raise RecipeError(
                     f"draft.suffix-tree: {name} is {getattr(self, name)}; give at least {least}"
                 )
+        if not -inf < self.offset < inf:
+            raise RecipeError(
+                f"draft.suffix-tree: offset is {self.offset}; give a number of tokens"
+            )
         if not 0 < self.min_prob <= 1:
             raise RecipeError(
                 f"draft.suffix-tree: min_prob is {self.min_prob}; give a value above 0, at most 1"
@@ -101,7 +106,7 @@ def _best(of: SuffixTree, text: Texts, tail: Ints, limit: int) -> _Draft:
     order = np.argsort(-lengths, kind="stable")
     ends, lengths = ends[order], lengths[order]
     for last in np.flatnonzero(np.diff(lengths, append=0)).tolist():
-        most = min(limit, int(of.alpha * int(lengths[last]) + of.offset + 1e-6))
+        most = int(min(limit, of.alpha * int(lengths[last]) + of.offset + 1e-6))
         if most <= best.score:  # no probability is above 1, and shorter matches draft no more
             break
         found = _grown(text, ends[: last + 1], most, of.min_prob, of.tree)

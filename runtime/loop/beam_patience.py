@@ -17,6 +17,8 @@ from accel.runtime.loop import Base
 from accel.runtime.loop._branches import BeamGroup, branched
 from accel.runtime.session.session import Session
 
+STEEPEST = 50  # a power of a length that stays a number
+
 
 @dataclass(frozen=True)
 class BeamPatience(Base):
@@ -42,6 +44,11 @@ class BeamPatience(Base):
         if not self.patience > 0:
             raise RecipeError(
                 f"loop.beam-patience: patience is {self.patience}; give a number above 0 (1 is standard beam search)"
+            )
+        if not -STEEPEST <= self.length_penalty <= STEEPEST:
+            raise RecipeError(
+                f"loop.beam-patience: length_penalty is {self.length_penalty}; give -{STEEPEST} to {STEEPEST} "
+                "(1 is the mean of a token's log-probability)"
             )
 
     def tokens(
