@@ -164,6 +164,14 @@ def damage(folder, how):
         np.save(folder / "order.npy", np.load(folder / "order.npy") + 10**6)
     elif how == "text":
         (folder / TOLD).write_text("{", encoding="utf-8")
+    elif how in ("wide", "words"):
+        found = np.load(folder / "tokens.npy")
+        changed = found[:, None] if how == "wide" else found.astype(str)
+        np.save(folder / "tokens.npy", changed)
+        sizes = json.loads((folder / TOLD).read_text(encoding="utf-8"))["sizes"]
+        damage(
+            folder, {"sizes": {**sizes, "tokens": [str(changed.dtype), *map(int, changed.shape)]}}
+        )
     else:
         told = json.loads((folder / TOLD).read_text(encoding="utf-8"))
         (folder / TOLD).write_text(json.dumps({**told, **how}), encoding="utf-8")
@@ -178,7 +186,11 @@ def damage(folder, how):
         ("lies", "is damaged"),
         ("text", "is damaged"),
         ({"format": 9}, "is damaged, or no datastore .it holds datastore of format 9"),
+        ("wide", "is damaged"),
+        ("words", "is damaged"),
         ({"starts": [5]}, "is damaged"),
+        ({"starts": []}, "is damaged"),
+        ({"starts": [0, "a"]}, "is damaged"),
         ({"vocab_size": 5000}, "of another vocabulary, of 5000 tokens .the model has 4096"),
         ({"vocabulary": "ab"}, "of another vocabulary"),
     ],

@@ -48,6 +48,9 @@ def read(
         wrong = [n for n, a in arrays.items() if told["sizes"][n] != [str(a.dtype), *a.shape]]
         if wrong:
             raise ValueError(f"{wrong[0]} has another size")
+        wrong = [n for n, a in arrays.items() if a.ndim != 1 or a.dtype.kind not in "if"]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is no line of numbers")
         size, theirs = int(told["vocab_size"]), str(told["vocabulary"])
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise damaged(name, folder, error, kind) from error

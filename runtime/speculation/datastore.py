@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ class Datastore:
         """Map a folder's arrays. Raises RecipeError, as `data_folder.read`."""
         arrays, told = read(folder, "datastore", name, vocab_size, digest)
         try:
-            found = cls(arrays["tokens"], arrays["order"], tuple(told["starts"]))
+            found = cls(arrays["tokens"], arrays["order"], tuple(map(index, told["starts"])))
         except (KeyError, TypeError) as error:
             raise damaged(name, folder, error, "datastore") from error
         if not found._in_range(vocab_size):
