@@ -279,6 +279,16 @@ def test_files_that_hold_no_head_are_refused(written, tmp_path):
             written("less", {"0.first": np.zeros((2, 8), np.float32)}),
             r"first of size \[2, 8\], but \[18, 8\]",
         ),
+        (
+            written("one", {"0.first": np.zeros((), np.float32)}),
+            r"first of size \[\], but \[18, 0\]",
+        ),
+        (written("blank", model=""), "does not tell which two models it is for"),
+        (written("half", model='{"model": [1.0]}'), "does not tell which two models it is for"),
+        (
+            written("words", model='{"model": ["a"], "draft": [1.0]}'),
+            "does not tell which two models it is for",
+        ),
     ]:
         with pytest.raises(
             InputError, match=f"specdec-pp: .*{words}.*train it: python tools/train/train.py"

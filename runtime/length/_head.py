@@ -52,7 +52,7 @@ class Head(Base):
         checked, mine = _FITS.setdefault(model, set()), (self.key, self.trained)
         if mine in checked:
             return
-        told = json.loads(self._file()[1])
+        told = self._file()[1]
         for name, one in (("model", model), ("draft", model.draft_model)):
             if one is None or not alike(told[name], sample(one.session)):
                 whose = self.trained or "the bundled file"
@@ -67,7 +67,7 @@ class Head(Base):
         """Its tensors, by name. Raises InputError where the file holds none."""
         return self._file()[0]
 
-    def _file(self) -> tuple[Tensors, str]:
+    def _file(self) -> tuple[Tensors, dict[str, list[float]]]:
         return _read(type(self), self.trained)
 
 
@@ -134,16 +134,23 @@ def _another(key: str) -> str:
 
 
 @lru_cache(maxsize=16)
-def _read(method: type[Head], trained: str) -> tuple[Tensors, str]:
-    """A file's tensors, and the samples of the models that it is for, as JSON."""
+def _read(method: type[Head], trained: str) -> tuple[Tensors, dict[str, list[float]]]:
+    """A file's tensors, and the samples of the models that it is for."""
     key, another = method.key, _another(method.key)
     file = found(key, trained)
     tensors, told = opened(key, file, another, InputError)
     tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
-    want = method.sizes(tensors["first"].shape[-1] if "first" in tensors else 0)
+    first = np.shape(tensors.get("first", []))
+    want = method.sizes(first[-1] if first else 0)
     for name, size in want.items():
         if (has := np.shape(tensors.get(name, []))) != size:
             raise InputError(
                 f"{key}: {file} has {name} of size {list(has)}, but {list(size)} is needed; {another}"
             )
-    return tensors, told["model"]
+    try:
+        both = json.loads(told["model"])
+        return tensors, {name: [float(x) for x in both[name]] for name in ("model", "draft")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{key}: {file} does not tell which two models it is for; {another}"
+        ) from error
