@@ -197,6 +197,15 @@ def test_where_calls_cost_too_much_it_rests():
     assert rows[0].drafting["fallback"] > 20
 
 
+def test_calls_may_be_wider_than_those_whose_cost_was_measured():
+    """The paper's window, whose calls are of up to 120 tokens."""
+    model = built("llama", tables=LOOP)
+    rows = rows_of(texts()[:2], limit=30, max_context=256)
+    got, _ = run(model, rows, (15, 5, 15), Costs((1, 512), (1.0, 1.0)))
+    assert got == plain(model.session(2), rows_of(texts()[:2], limit=30, max_context=256))
+    assert rows[0].drafting["drafted"]
+
+
 @pytest.mark.long
 def test_batch_invariant_tokens_are_those_without():
     models = [

@@ -134,7 +134,7 @@ class Guard:
         self._odds.observe(drafts)
         self._best = None
         width = 1 + (largest or max(drafted for drafted, _ in drafts))
-        cost = self._costs[width - 1]
+        cost = self._call(width - 1)
         if computed is not None:
             cost = _cost(self._known, computed) / _cost(self._known, self._batch)
         if self._rounds:  # in a trial's first, a drafter catches up
@@ -143,7 +143,7 @@ class Guard:
             )  # more is the machine's doing, or comes again
             self._drafted = FADE * self._drafted + width - 1
             self._drafting = FADE * self._drafting + min(drafting * cost, most)
-        cost += self._draft_cost * (width - 1) + (self._costs[again - 1] if again else 0.0)
+        cost += self._draft_cost * (width - 1) + (self._call(again - 1) if again else 0.0)
         if self._can_probe:
             if self._rounds:
                 beside = min(max(0.0, seconds / self._step - cost), BESIDE)
@@ -163,6 +163,12 @@ class Guard:
     def _rest(self) -> None:
         self._resting = max(self._pause, math.ceil(-self._won / SHARE))
         self._pause = min(2 * self._pause, LONGEST)
+
+    def _call(self, drafted: int) -> float:
+        """Of a call that checks so many drafted tokens for each row, in plain steps."""
+        if drafted <= MOST:
+            return self._costs[drafted]
+        return round_costs(self._known, self._batch)(drafted)
 
     @property
     def _draft_cost(self) -> float:

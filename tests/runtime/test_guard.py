@@ -28,6 +28,16 @@ def test_a_guard_goes_by_tokens_and_costs():
     assert 1 <= guard.limit < first[0.1], "less where less stands"
 
 
+def test_a_call_of_more_tokens_than_were_measured_costs_in_proportion():
+    costs, limits = Costs((1, 32), (1.0, 4.0)), []
+    for tokens in (7.0, 9.0):  # a call of 64 tokens costs 8 steps
+        guard = Guard(costs, 1)
+        for _ in range(TRIAL):
+            guard.observe(tokens, [(63, 62)], 0)
+        limits.append(guard.limit)
+    assert limits[0] == 0 < limits[1]
+
+
 def test_what_has_to_run_again_is_paid_for():
     for again, rests in ((0, False), (3, True)):
         guard = Guard(Costs((1, 32), (1.0, 1.0)), 1)
