@@ -284,8 +284,17 @@ def test_it_goes_with_what_keeps_calls_alike():
 
 
 @pytest.mark.parametrize(
-    ("options", "name"), [((0,), "window"), ((1, 1), "ngram"), ((1, 2, 0), "guesses")]
+    ("options", "said"),
+    [
+        ((0,), "window is"),
+        ((1, 1), "ngram is"),
+        ((1, 2, 0), "guesses is"),
+        (
+            (128, 5, 8),
+            "window = 128, ngram = 5 .* up to 544 tokens; give smaller ones, for up to 512",
+        ),
+    ],
 )
-def test_options_out_of_range(options, name):
-    with pytest.raises(RecipeError, match=f"loop.lookahead: {name} is"):
+def test_options_out_of_range(options, said):
+    with pytest.raises(RecipeError, match=f"loop.lookahead: {said}"):
         Lookahead(*options)

@@ -22,6 +22,7 @@ from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.loop import Base
 from accel.runtime.loop.speculative import DRAFTS_RELY
+from accel.runtime.session.core import CHUNK
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import Guard
 from accel.runtime.tree import Tree
@@ -52,6 +53,11 @@ class Lookahead(Base):
                 raise RecipeError(
                     f"loop.lookahead: {name} is {getattr(self, name)}; give at least {least}"
                 )
+        if self.widest > CHUNK:
+            raise RecipeError(
+                f"loop.lookahead: window = {self.window}, ngram = {self.ngram} and guesses = {self.guesses} need calls "
+                f"of up to {self.widest} tokens; give smaller ones, for up to {CHUNK}"
+            )
 
     @property
     def widest(self) -> int:
