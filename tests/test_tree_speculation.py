@@ -9,6 +9,7 @@ from accel.compiler.assemble import assemble
 from accel.ir.errors import AccelError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.costs import Costs
+from accel.runtime.draft.model import Model
 from accel.runtime.draft.token_recycling import TokenRecycling
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.sample import Distribution
@@ -16,6 +17,7 @@ from accel.runtime.sample.standard import Standard
 from accel.runtime.speculation.guard import Guard
 from accel.runtime.tree import Tree, grown
 from accel.runtime.tree.dyspec import Dyspec
+from accel.runtime.tree.eagle_tree import EagleTree
 from accel.runtime.tree.sequoia import Sequoia
 from accel.runtime.tree.static import Static
 from accel.runtime.verify import Chance
@@ -134,6 +136,33 @@ def test_trees_fit_what_is_left(limit):
 def test_what_cannot_keep_a_path_is_refused(name):
     with pytest.raises(AccelError, match=REFUSED[name]):
         built("llama", tables=CASES[name] | RECYCLING)
+
+
+@pytest.mark.parametrize("context", [64, 48])
+@pytest.mark.parametrize(
+    "tree", [EagleTree(depth=3), Dyspec(threshold=0.0)], ids=["eagle", "dyspec"]
+)
+def test_a_draft_models_trees_end_at_its_context(tree, context):
+    """Which expands more nodes than a tree may have, or than have room."""
+    model = built("llama", tables=RECYCLING)
+    for sampler in (Standard(), Standard(temperature=0.8)):
+        ends = {"max_context": 64, "limit": 99}
+        prompts = texts(50, 2, 0, 30)
+        want = plain(model.session(2), rows_of(prompts, sampler, **ends))
+        rows = rows_of(prompts, sampler, **ends)
+
+        def session(batch=1):
+            opened = model.session(batch)
+            opened._core.max_context = context
+            return opened
+
+        beside = SimpleNamespace(session=session, tokenizer=None, facts=model.facts)
+        own = SimpleNamespace(draft_model=beside, tokenizer=None, facts=model.facts)
+        with model.session(2) as target:
+            drafter = Model()
+            list(speculated(target, rows, drafter, "sample-match", 31, model=own, tree=tree))
+        assert [(row.tokens, row.finish) for row in rows] == [(w, "context") for w in want]
+        assert all(row.drafting["accepted"] > 0 for row in rows)
 
 
 @pytest.mark.long

@@ -12,21 +12,25 @@ from accel.runtime.draft._beside import Beside
 from accel.runtime.draft._levels import Levels
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Distribution
+from accel.runtime.session.core import CHUNK
 from accel.runtime.tree import Guesses, Level, Tree, grown
 
 
 class ByLevels(Beside):
-    """A length is asked of the nodes that the tree goes on from."""
+    """A length is asked of the nodes that the tree goes on from. A tree ends where a call of it would have no room."""
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         self.begin(limits)
         sizes = {i: self._follower.most(self.size(i) + 1, limit) for i, limit in limits.items()}
         texts = {i: self.rows[i].seen for i, most in sizes.items() if most > 0}
+        room = {i: self._follower.most(self.size(i) + 1, CHUNK) for i in texts}
         trees = Levels(self._follower, texts)
         said: dict[int, list[Logits]] = {}  # of each row, after each node that was expanded
         waiting: dict[int, list[Logits]] = {}  # after those of rows that wait
 
         def goes_on(i: int, level: Level) -> bool:
+            if trees.wide(i, level) > room[i]:
+                return False
             return more.more(i, level, [said[i][parent] for parent in level.parents])
 
         def expand(levels: dict[int, Level]) -> dict[int, Guesses | Level]:

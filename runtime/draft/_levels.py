@@ -14,7 +14,9 @@ from accel.runtime.tree import Level
 
 
 class Levels:
-    """Each call is of all nodes so far: nothing of a tree is kept, and what stood runs again with what followed it."""
+    """Each call is of a level and all that leads to it: nothing of a tree is kept, and what stood runs again with what
+    followed it.
+    """
 
     def __init__(self, follower: Follower, texts: Mapping[int, Ints]):
         """`texts`: the tokens [n] of rows, all of which the follower holds or leaves out."""
@@ -23,10 +25,12 @@ class Levels:
 
     def further(self, levels: Mapping[int, Level]) -> Logits:
         """Add a level to the tree of each of these rows: the logits [B,n,V] after its nodes."""
-        for i, level in levels.items():
-            self._nodes[i].add(level)
-        trees = {i: (np.array(self._nodes[i].tokens), self._nodes[i].mask) for i in levels}
+        trees = {i: self._nodes[i].add(level) for i, level in levels.items()}
         return self._follower.guess(trees, {i: level.tokens.size for i, level in levels.items()})
+
+    def wide(self, row: int, level: Level) -> int:
+        """Tokens that a row's call would have with this level."""
+        return len(self._nodes[row].above(level)) + level.tokens.size
 
     def path(self, row: int, number: int) -> Ints:
         """All tokens of a row up to its node number 1, 2, …; 0: those before its tree."""
@@ -41,18 +45,27 @@ class _Nodes:
         self.tokens: list[int] = []
         self._parents: list[int] = []
 
-    def add(self, level: Level) -> None:
+    def add(self, level: Level) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Add a level: it and what leads to it, tokens [n], and which of them each one sees [n,n]."""
+        first = len(self.tokens)
+        nodes = [*self.above(level), *range(first, first + level.tokens.size)]
         self.tokens += level.tokens.tolist()
         self._parents += (level.parents - 1).tolist()
+        place = {node: n for n, node in enumerate(nodes)}
+        mask = np.eye(len(nodes), dtype=np.bool_)
+        for n, node in enumerate(nodes):
+            if (parent := self._parents[node]) >= 0:
+                mask[n] |= mask[place[parent]]
+        return np.array([self.tokens[node] for node in nodes], np.int64), mask
 
-    @property
-    def mask(self) -> npt.NDArray[np.bool_]:
-        """Which of them each one sees."""
-        mask = np.eye(len(self.tokens), dtype=np.bool_)
-        for node, parent in enumerate(self._parents):
-            if parent >= 0:
-                mask[node] |= mask[parent]
-        return mask
+    def above(self, level: Level) -> list[int]:
+        """The nodes that lead to a level, in their order."""
+        found = set[int]()
+        for node in (level.parents - 1).tolist():
+            while node >= 0 and node not in found:
+                found.add(node)
+                node = self._parents[node]
+        return sorted(found)
 
     def path(self, node: int) -> Ints:
         """All tokens up to this one."""
