@@ -17,7 +17,9 @@ from accel.runtime.tree import Guesses, Level, Tree, grown
 
 
 class ByLevels(Beside):
-    """A length is asked of the nodes that the tree goes on from. A tree ends where a call of it would have no room."""
+    """A length is asked of the nodes that the tree goes on from, and only told of them where nodes that were drawn may
+    be left out for later ones (`tree.Base.drops`). A tree ends where a call of it would have no room.
+    """
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         self.begin(limits)
@@ -31,7 +33,8 @@ class ByLevels(Beside):
         def goes_on(i: int, level: Level) -> bool:
             if trees.wide(i, level) > room[i]:
                 return False
-            return more.more(i, level, [said[i][parent] for parent in level.parents])
+            ends = not more.more(i, level, [said[i][parent] for parent in level.parents])
+            return not ends or self._drops and self.draws[i] is not None
 
         def expand(levels: dict[int, Level]) -> dict[int, Guesses | Level]:
             if first := not said:

@@ -37,6 +37,7 @@ class ByModel(Drafters):
         self.draws = [rule.drawing(row.sampler, Chance(row.rng)) for row in rows]
         self.shapes: list[Shape] = [context.methods["tree"].begin(cost, draft_cost) for _ in rows]
         self._vocab = vocab_size
+        self._drops: bool = context.methods["tree"].drops
         self._trees: Mapping[int, Tree] = {}
 
     def join(self, other: Self) -> None:

@@ -319,6 +319,9 @@ class Base(Method, ABC):
     siblings: ClassVar[Siblings] = (
         Siblings.APART
     )  # how, where there is a `draw`; CHOSEN: it never draws
+    # Whether tokens that were drawn may be left out for later ones. No length may end such a draft by what was drawn:
+    # which tokens stay in it would depend on what they are.
+    drops: ClassVar[bool] = False
 
     @property
     def breaks(self) -> frozenset[Invariant]:

@@ -32,6 +32,7 @@ class Dyspec(Base, Shape):
     depth: int = count(8, most=64)
     temperature: float = 0.6
 
+    drops = True
     relies = frozenset({Invariant.PROBABILITIES})
 
     def __post_init__(self) -> None:

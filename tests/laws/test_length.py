@@ -21,12 +21,13 @@ from accel.runtime.sample import Distribution
 from accel.runtime.speculation.odds import PRIOR, WEIGHT
 from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree import Level
+from accel.runtime.tree.dyspec import Dyspec
 from accel.runtime.verify import Target
 
 from ..draft_case import rows_of
 from ..grow_case import AXIS as SHAPES
 from ..length_case import by_the_first, one
-from ..open_case import Opened
+from ..open_case import PROMPT, Opened
 from ..verify_case import AXIS as RULES
 from ..verify_case import World, alone, distance, generated, sampled
 
@@ -253,6 +254,29 @@ def test_samples_keep_their_law_wherever_levels_end(name):
         if not shape.branches:
             ends |= case.depths
     assert len(ends) > 1, "all chains are whole"
+
+
+class Unsure(World):
+    """A drafter that is sure of a second token behind the less likely first one alone."""
+
+    def _q(self, seen):
+        said = {(): (0.8, 0.2), (1,): (0.9, 0.1)}
+        return np.array(said.get(seen[len(PROMPT) :], (0.5, 0.5)), np.float32)
+
+
+def law_of_dropped():
+    """A third level would drop the nodes behind that first token; whether it comes must not depend on them."""
+    shape, length = Dyspec(threshold=0.0, depth=3), HfAssist(threshold=0.7)
+    world, rule = Unsure(sampled(), size=2), RULES.build("rrs-wor")
+    case = Opened(Model(), shape, rule, world, limit=5, length=length, beyond=4)
+    assert case.gap(2) < 1e-12
+
+
+def test_samples_keep_their_law_where_a_tree_drops_nodes(monkeypatch):
+    law_of_dropped()
+    monkeypatch.setattr(Dyspec, "drops", False)
+    with pytest.raises(AssertionError):
+        law_of_dropped()
 
 
 def law_of_rows(method):
