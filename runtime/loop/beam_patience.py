@@ -28,7 +28,8 @@ class BeamPatience(Base):
     the best one. 1 is the usual beam search; higher values search longer.
 
     The score of a hypothesis of n tokens, eos included, is the sum of its log-probabilities over n **
-    `length_penalty`. Ties go to the lower beam, then to the lower token. Requests that sample are refused.
+    `length_penalty`. Ties go to the lower beam, then to the lower token. A beam that the request lets nothing follow is
+    dropped. Requests that sample are refused.
     """
 
     beams: int = count(4, most=256)
@@ -71,6 +72,7 @@ class _Beams(BeamGroup):
         self._method = method
         self._sums = np.zeros(1)  # of each beam's log-probabilities
         self._ended: list[tuple[float, Row]] = []
+        self._stuck: InputError | None = None  # why the last beam that nothing may follow ended
 
     def step(self, logits: Logits) -> list[int]:
         beams, live, sums, parents = self._method.beams, list[Row](), list[float](), list[int]()
@@ -84,18 +86,23 @@ class _Beams(BeamGroup):
             if len(live) == beams or (rank + 1 >= beams and branch.finish in ("length", "context")):
                 break
         self.branches, self._sums = live, np.array(sums)
+        if not live and not self._ended and self._stuck is not None:
+            raise self._stuck
         if not live or self._enough or self._hopeless:
             self.best = max(self._ended, key=lambda one: one[0])[1]
         return parents
 
     def _totals(self, logits: Logits) -> npt.NDArray[np.float64]:
-        """The sum of log-probabilities of every way on [n,V]."""
-        scores = [
-            b.sampler.scores(row, b.seen) for b, row in zip(self.branches, logits, strict=True)
-        ]
-        found = np.array(scores, np.float64)
-        found -= found.max(1, keepdims=True)
-        found += self._sums[:, None] - np.log(np.exp(found).sum(1, keepdims=True))
+        """The sum of log-probabilities of every way on [n,V]; of a beam that nothing may follow there is none."""
+        found = np.full(logits.shape, -np.inf)
+        for branch, row, total, line in zip(self.branches, logits, self._sums, found, strict=True):
+            try:
+                line[:] = branch.sampler.scores(row, branch.seen)
+            except InputError as error:
+                self._stuck = error
+                continue
+            line -= line.max()
+            line += total - np.log(np.exp(line).sum())
         return found
 
     def _worth(self, total: float, tokens: int) -> float:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from accel.ir.errors import InputError, RecipeError
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop.beam_patience import BeamPatience
 from accel.runtime.loop.first_finish import FirstFinish
@@ -110,6 +112,27 @@ def test_beams_find_what_a_search_by_hand_finds(toy, often):
 
 def test_and_on_the_other_target(toy, often):
     check_beams(toy, often, "eager", CASES[:2])
+
+
+def test_a_beam_that_nothing_may_follow_is_dropped(toy):
+    """What remains is what the search comes to where no other text can end."""
+    with toy.session(batch=3) as session:
+        want = run(BeamPatience(3), session, rows_of(PROMPTS, limit=8))
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, want, strict=True)]
+
+    def held(ids, logits, most=99):
+        goes_on = ids.size < most and any(text[: ids.size] == ids.tolist() for text in texts)
+        return logits if goes_on else np.full_like(logits, -np.inf)
+
+    rows = rows_of(PROMPTS, limit=8)
+    for row in rows:
+        row.sampler = Processed(Standard(), toy.vocab, processors=[held])
+    with toy.session(batch=3) as session:
+        assert run(BeamPatience(3), session, rows) == want
+    (row,) = rows_of(PROMPTS[:1], limit=8)
+    row.sampler = Processed(Standard(), toy.vocab, processors=[partial(held, most=7)])
+    with toy.session() as session, pytest.raises(InputError, match="-inf for every token"):
+        run(BeamPatience(3), session, [row])
 
 
 @pytest.mark.parametrize("broken", ["rows", "order"])
