@@ -17,7 +17,8 @@ from accel.runtime.session.rows import Kin
 
 from .kv_case import evicting
 from .prefill_case import built, far
-from .test_session_capabilities import CASES
+from .test_saved_sessions import MORE
+from .test_session_capabilities import AT_PROMPT, CASES, evicts
 
 LENGTHS = [24, 17, 9]
 TURNS = [[2, 0, 0, 1], [1, 3, 2, 0], [0, 0, 1, 3], [3, 1, 0]]  # each then decodes NEW tokens
@@ -156,6 +157,24 @@ def test_copies_taken_back_to_before_they_were_made(opened):
     forgets(opened("base:onnx"))
 
 
+def test_a_copy_of_a_row_that_was_taken_back_shares_as_little_as_it(opened):
+    """Of three copies one goes back before they were made; another becomes it, then changes places with the third."""
+    rng = np.random.default_rng(4)
+    prompt, new = rng.integers(3, 50, 12), rng.integers(3, 50, (3, 9))
+    with opened("base:onnx")(1) as session:
+        session.prompt([prompt])
+        session.select([0, 0, 0])
+        session.rewind([4, 12, 12])
+        session.run(new)
+        session.select([0, 0, 2])
+        session.select([0, 2, 1])
+        got = session.run([[7], [8], [9]])[:, 0]
+    held = [[*prompt[:4], *new[0]], [*prompt, *new[2]], [*prompt[:4], *new[0]]]
+    for logits, row, token in zip(got, held, (7, 8, 9), strict=True):
+        with opened("base:onnx")(1) as one:
+            assert far(logits, one.run([[*row, token]])[0, -1]) < 2e-3
+
+
 def test_what_rows_share_is_not_copied(opened):
     """Copies of one row differ in what came since; a fork knows that too."""
     with opened("base")(1) as session:
@@ -171,6 +190,34 @@ def test_what_rows_share_is_not_copied(opened):
         assert session._core.kin.slots(np.array([1, 0, 2]), session.lengths, 0) == (20, 28)
         session.select([2, 0])
         assert session._core.kin.slots(np.array([1, 0]), session.lengths, 0) is None
+
+
+def test_more_rows_than_the_last_call_had_are_compressed():
+    """By a recipe whose tokens then take other positions."""
+    tables = evicts("snapkv", AT_PROMPT, keep="key-rerotate")
+    model, tokens = built("llama", tables=tables), np.random.default_rng(6).integers(3, 50, (3, 31))
+    tokens[2] = tokens[1]
+    with model.session(2) as session, model.session(3) as other:
+        session.run(tokens[:2, :30])
+        session.select([0, 1, 1])
+        other.run(tokens[:, :30])
+        for one in (session, other):
+            one.end_prompt()
+        assert far(session.run(tokens[:, 30:]), other.run(tokens[:, 30:])) < 1e-5
+
+
+def test_a_call_of_fewer_rows_that_fails_is_undone(monkeypatch):
+    """Whatever the observers noted when there were more rows."""
+    tokens = np.random.default_rng(6).integers(3, 50, (3, 31))
+    with built("llama", tables=MORE["clusterkv"]).session(3) as session, session.fork() as other:
+        for one in (session, other):
+            one.prompt(tokens[:, :30])
+            one.select([2, 0])
+        with monkeypatch.context() as patch:
+            patch.setattr(session._core.backend, "step", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                session.run(tokens[:2, 30:])
+        assert np.array_equal(session.run(tokens[:2, 30:]), other.run(tokens[:2, 30:]))
 
 
 def test_a_fork_keeps_its_rows(opened):

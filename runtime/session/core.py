@@ -219,8 +219,11 @@ class SessionCore:
             one.select(chosen)
         self.batch, self.lengths = chosen.size, self.lengths[chosen]
         self.adapters = [self.adapters[row] for row in chosen]
+        self._gone = np.zeros(self.batch, np.int64)
         if slots is None:
             self.kin = Kin.copies(chosen, self.lengths)
+        else:
+            self.kin = self.kin.of(chosen)
 
     def join(self, other: SessionCore) -> None:
         """See Session.join."""
@@ -288,7 +291,7 @@ class SessionCore:
         self.backend.leave(order)
         for one in self.observers:
             one.select(order)
-        self.kin = Kin(self.kin.group[order], self.kin.upto[order])
+        self.kin = self.kin.of(order)
         self.batch, self.lengths = count, self.lengths[order]
         self.adapters = [self.adapters[row] for row in order]
         self._gone = np.zeros(count, np.int64)

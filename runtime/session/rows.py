@@ -26,6 +26,10 @@ class Kin:
         """Rows [n] that were just made of these, which held `lengths` [n] tokens."""
         return cls(rows, lengths)
 
+    def of(self, rows: Ints) -> Kin:
+        """Row i holds what row rows[i] did [n]."""
+        return Kin(self.group[rows], self.upto[rows])
+
     def rewound(self, lengths: Ints) -> Kin:
         """Rows now hold no more than `lengths` [B] tokens of those."""
         return replace(self, upto=np.minimum(self.upto, lengths))

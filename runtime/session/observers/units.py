@@ -74,9 +74,8 @@ class UnitGroups(SessionObserver):
         self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
     ) -> None:
         """See SessionObserver."""
-        if self.plan.marks:
-            marks = self._marks.begun(before, after)
-            self._before, self._marks = self._marks, marks
+        marks = self._marks.begun(before, after) if self.plan.marks else self._marks
+        self._before, self._marks = self._marks, marks
 
     def before(self, backend: BackendSession, width: int) -> bool:
         """Group what is due, where the call reads units."""
