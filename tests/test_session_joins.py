@@ -113,6 +113,26 @@ def test_rows_go_on_as_alone(name, stateful):
     check(model)
 
 
+@pytest.mark.parametrize("evicted", [(True, False), (False, True), (True, True)])
+def test_a_recurrent_row_goes_back_behind_what_was_evicted_before_it_joined(stateful, evicted):
+    """What was evicted cannot be run again, so the state as it was then must stay."""
+    model, lengths = model_of("falcon_h1", stateful), [24 if one else 6 for one in evicted]
+
+    def begun(row):
+        session = model.session()
+        session.prompt(TOKENS[row : row + 1, : lengths[row]])
+        session.run(TOKENS[row : row + 1, 30:33])
+        return session
+
+    alone, (session, other) = [begun(row) for row in (0, 1)], [begun(row) for row in (0, 1)]
+    session.join(other)
+    for one, want in ((session, lengths), (alone[0], lengths[:1]), (alone[1], lengths[1:])):
+        one.rewind(np.array(want) + 1)
+    got = session.run(TOKENS[:2, 40:42])
+    for row, one in enumerate(alone):
+        assert far(got[row], one.run(TOKENS[row : row + 1, 40:42])[0]) < CLOSE
+
+
 ONNX = ["base", "paged-prefix", "snapkv", "kivi-4", "quest", "promptdistill"]
 
 

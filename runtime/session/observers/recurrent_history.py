@@ -133,12 +133,17 @@ class RecurrentHistory(SessionObserver):
             saved.rows = rows if saved.rows is None else saved.rows[rows]
 
     def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver. Copies of the state are of this session's rows alone, and go: a rewind runs all tokens
-        of a row again, or goes back to a later copy.
+        """See SessionObserver. Copies of the state go, but for what cannot be run again: a rewind runs all tokens of a
+        row again behind it, or goes back to a later copy.
         """
         self._log.join(other._log)
-        self._taken, self._saved = stacked(self._taken, other._taken), []
+        self._saved = _both(self._pinned, self._taken.size, other._pinned, other._taken.size)
+        self._taken = stacked(self._taken, other._taken)
         self._wide = True  # a copy is due before the next call
+
+    @property
+    def _pinned(self) -> _Saved | None:
+        return next((saved for saved in self._saved if saved.pinned), None)
 
     def copy(self) -> Self:
         """An independent past; the copies of the state, which nobody writes, are shared."""
@@ -171,6 +176,24 @@ class RecurrentHistory(SessionObserver):
             start = f"{i}/state/"
             state = {n[len(start) :]: a for n, a in numbers.items() if n.startswith(start)}
             self._saved.append(_Saved(numbers[f"{i}/lengths"], state, pinned))
+
+
+def _both(first: _Saved | None, mine: int, second: _Saved | None, its: int) -> list[_Saved]:
+    """The pinned copies of two sessions, of `mine` and `its` rows, as one of all; none where neither has one."""
+    lengths, rows, states, start = list[Ints](), list[Ints](), list[Any](), 0
+    for saved, count in ((first, mine), (second, its)):
+        if saved is None:
+            lengths.append(np.full(count, _NEVER))
+            rows.append(np.zeros(count, np.int64))  # any, since none goes back to it
+        else:
+            lengths.append(saved.lengths)
+            rows.append(start + np.arange(count))
+            states.append(saved.now)
+            start += count
+    if not states:
+        return []
+    state = {name: np.concatenate([_array(one[name]) for one in states]) for name in states[0]}
+    return [_Saved(np.concatenate(lengths), state, True, np.concatenate(rows))]
 
 
 def _array(value: Any) -> npt.NDArray[Any]:
