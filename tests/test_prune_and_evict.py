@@ -110,6 +110,17 @@ def test_each_layer_chooses_of_what_reached_it(prune):
     assert differs
 
 
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_a_session_that_starts_anew_sees_nothing_of_the_prompt_before(target):
+    """Right after that was evicted, when buffers for later tokens are not made yet."""
+    model = pruned("promptdistill", "snapkv", target)
+    with model.session() as session, model.session() as new:
+        session.prompt(TOKENS[:1, :40])
+        session.rewind(0)
+        for part in (slice(40, 44), slice(44, 45)):  # short enough to be left whole
+            assert far(session.run(TOKENS[1:2, part]), new.run(TOKENS[1:2, part])) < 1e-5
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("prune", "score"),

@@ -251,9 +251,11 @@ class OrtSession:
         drop(self._state, self._buffers, first)
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
-        """See protocol.BackendSession. Of what forks may share, a copy is changed."""
-        values = [v for v in self._state if forgettable(v)]
-        if not rows.any() or not all(v.name in self._buffers for v in values):
+        """See protocol.BackendSession. Of what forks may share, a copy is changed. Buffers that are not there, such as
+        the recent ones after `compress`, are empty when they are made.
+        """
+        values = [v for v in self._state if forgettable(v) and v.name in self._buffers]
+        if not rows.any() or not values:
             return
         buffers = dict(self._buffers)
         for value in values:
@@ -261,7 +263,10 @@ class OrtSession:
             buffers[value.name] = aligned(old.shape, old.dtype.name)
             np.copyto(buffers[value.name], old)
             buffers[value.name][rows] = value.fill
-        self._bind(buffers)
+        if len(buffers) == len(self._state):
+            self._bind(buffers)
+        else:
+            self._buffers = buffers  # bound by the next resize
 
     def buffers(self) -> dict[str, npt.NDArray[Any]]:
         """See protocol.BackendSession."""
