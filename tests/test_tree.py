@@ -143,6 +143,20 @@ def test_guesses_leave_no_trace(build, name, monkeypatch):
         assert np.abs(wrong - want[1]).max() > 1e-3, "a guess that stays is seen"
 
 
+@pytest.mark.parametrize("name", ["eager", "onnx"])
+def test_a_tree_that_memory_is_too_small_for_is_forgotten(build, name, monkeypatch):
+    """Nothing of it was written, so nothing is to be taken out of buffers that are not there."""
+    model, off = build(name)
+    tree = Tree(np.array([20, 30]), np.array([-1, -1]))
+    with model.session() as session:
+        with monkeypatch.context() as broken:
+            broken.setattr(type(session._core.backend), "resize", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                session.guess(*call_of([tree], [5]))
+        got = session.run([[5, 6]])[0, -1]
+        np.testing.assert_allclose(got, model.logits([[5, 6]])[0, -1], atol=off, rtol=0)
+
+
 def test_what_no_path_is_or_no_tree_is_refused(build):
     model, _ = build("eager")
     tree = Tree(np.array([20, 30, 21]), np.array([-1, -1, 0]))
@@ -172,8 +186,9 @@ def test_what_no_path_is_or_no_tree_is_refused(build):
         ):
             with pytest.raises(InputError, match=match):
                 session.keep([path])
-        with pytest.raises(InputError, match="one for each row"):
-            session.keep([[0], [0]])
+        for paths in ([[0], [0]], 5):
+            with pytest.raises(InputError, match="one for each row"):
+                session.keep(paths)
         session.keep([[0, 1, 3]])
         assert session.length == 5
     with model.session() as session, pytest.raises(InputError, match="no tree to accept from"):

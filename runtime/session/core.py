@@ -357,7 +357,7 @@ class SessionCore:
         if self._tile > 1:
             tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
         observe = False
-        self._make_room(slots, tokens.shape[1])
+        self.make_room(slots, tokens.shape[1])
         listeners = (self.observers if observers is None else observers) if tree is None else ()
         start = time.perf_counter()
         for one in listeners:
@@ -373,7 +373,7 @@ class SessionCore:
 
     def part(self, entry: str, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
         """A call of an entry that takes what a step takes and gives no logits."""
-        self._make_room(slots, tokens.shape[1])
+        self.make_room(slots, tokens.shape[1])
         start = time.perf_counter()
         for one in self.observers:
             one.before(self.backend, tokens.shape[1])
@@ -394,8 +394,9 @@ class SessionCore:
         for one in self.observers:
             one.after(tokens, positions, _NO_QUERIES)
 
-    def _make_room(self, slots: Ints, width: int) -> None:
-        """For a graph call of `width` columns from these slots [B] on."""
+    def make_room(self, slots: Ints, width: int) -> None:
+        """For a graph call of `width` columns from these slots [B] on, and what pads them to whole tiles."""
+        width = -(-width // self._tile) * self._tile
         ends = slots + width
         room = [int(ends.max())]
         for one in self.observers:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, shown
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.inputs.calls import call_tokens, columns_of, path_of, tree_of
 from accel.runtime.inputs.ints import Bools, Ints
@@ -46,8 +46,10 @@ class Guesses:
         core.begin_tree(before + full)
         try:
             core.catch_up()
-            self._tree = _Tree(ids, seen, full)
-            return core.step(ids, positions, before - core.base, rows, int(full.sum()), seen)
+            slots = before - core.base
+            core.make_room(slots, ids.shape[1])
+            self._tree = _Tree(ids, seen, full)  # from here on something may be written
+            return core.step(ids, positions, slots, rows, int(full.sum()), seen)
         except BaseException as error:
             core.undo(before, error)
             raise
@@ -57,8 +59,9 @@ class Guesses:
         core, backend, tree = self._core, self._core.backend, self._tree
         if tree is None:
             raise InputError("no tree to accept from; call session.guess first")
-        if len(paths) != core.batch:
-            raise InputError(f"there are {len(paths)} paths; give one for each row, {core.batch}")
+        if not hasattr(paths, "__len__") or len(paths) != core.batch:
+            told = f"{len(paths)} paths" if hasattr(paths, "__len__") else f"paths = {shown(paths)}"
+            raise InputError(f"keep was given {told}; give one for each row, {core.batch}")
         chosen = [path_of(p, tree.seen, b, int(tree.counts[b])) for b, p in enumerate(paths)]
         width, before = tree.tokens.shape[1], core.lengths
         path = np.tile(np.arange(width), (core.batch, 1))
