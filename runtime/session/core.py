@@ -431,6 +431,18 @@ class SessionCore:
             if one.undo(backend, before):
                 self.room = []
 
+    def back(self, before: Ints) -> None:
+        """After a prompt that failed: rows hold `before` [B] tokens again, where the session is open and they can."""
+        same = np.array_equal(before, self.lengths) and bool(
+            before.any()
+        )  # an empty one may have noted some
+        if self._backend is None or same or (before > self.lengths).any():
+            return
+        try:
+            self.rewind(before)
+        except InputError:  # some were evicted
+            return
+
     def _ran(self, ids: Ints, counts: Ints | None, last_only: bool, prompt: bool) -> Logits:
         """The graph calls of a call."""
         for one in self.observers:

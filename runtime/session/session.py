@@ -206,9 +206,19 @@ class Session:
         Prompts are pruned only in an empty session. With `gemfilter` the session then holds the kept tokens, at
         positions from 0 on; these count towards max_context and can be rewound. With methods that prune between
         layers (`promptdistill`) it holds all tokens, and can be rewound to the end of the prompt or to 0. With
-        `cache-augment` it also holds the latents, which count as tokens. Raises InputError, as `run`.
+        `cache-augment` it also holds the latents, which count as tokens. Raises InputError, as `run`. Where it fails,
+        also at the end of the prompt, rows hold what they held, as far as the recipe has not evicted some of it.
         """
         core = self._open()
+        before = core.lengths
+        try:
+            return self._prompted(core, tokens, lengths)
+        except BaseException:
+            core.back(before)
+            raise
+
+    def _prompted(self, core: SessionCore, tokens: Any, lengths: Any) -> Logits:
+        """See `prompt`."""
         if empty := not core.lengths.any():
             ids, real = call_tokens(
                 tokens, lengths, core.lengths, core.vocab_size, core.max_context

@@ -145,6 +145,18 @@ def test_a_call_that_one_cannot_take_back_closes_the_session():
         live.rewind(0)
 
 
+@pytest.mark.parametrize("held", [0, 2])
+def test_a_prompt_that_fails_at_its_end_leaves_none_of_its_tokens(held):
+    live, (_, second), book = diaries(Counts(), "a", "b")
+    if held:
+        live.run(IDS[:, :held])
+    second.stops = f"settle prompt {[held + 3, held + 2]}"
+    with pytest.raises(MemoryError):
+        live.prompt(IDS, [3, 2])
+    assert live.length == held
+    assert book[-2:] == [f"{name} rewind {[held, held]}" for name in "ab"]
+
+
 def test_a_fork_has_observers_of_its_own():
     live, _, book = diaries(Counts(), "a")
     live.run(IDS)
