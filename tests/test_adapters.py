@@ -266,6 +266,40 @@ def test_an_adapter_is_added_to_a_model_that_runs(trained, in_process, tmp_path)
         compiled.load_adapter("other", other)
 
 
+def test_rows_join_where_adapters_lie_in_one_order(trained, built):
+    """A row chooses by the places of its session's adapters, which stay when rows leave or change places."""
+    for names, left in ((["one", "two"], [1, 0]), (["two", "one"], [1])):
+        with built.session(2, adapter=names) as session, built.session(adapter="one") as other:
+            session.run(TOKENS[:2, :10])
+            session.select(left)
+            other.run(TOKENS[2:, :10])
+            with pytest.raises(InputError, match=f"opened with adapters .{names[0]!r}.*same order"):
+                session.join(other)
+            last = session.run(TOKENS[left, 10:11])[-1, 0]
+            close(last, trained.want[names[left[-1]]][left[-1], 10])
+            close(other.run(TOKENS[2:, 10:11])[0, 0], trained.want["one"][2, 10])
+    with built.session(adapter="one") as session, built.session(adapter="one") as other:
+        for row, one in enumerate((session, other)):
+            one.run(TOKENS[[row], :10])
+        session.join(other)
+        close(session.run(TOKENS[:2, 10:11])[:, 0], trained.want["one"][:2, 10])
+
+
+def test_a_session_of_an_adapter_that_was_replaced_is_of_no_other(trained, built, tmp_path):
+    with accel.load(built.artifact.path) as model, model.session(adapter="one") as session:
+        session.run(TOKENS[:1, :10])
+        model.load_adapter("one", trained.folders["two"])
+        with model.session(adapter="one") as other:
+            other.run(TOKENS[1:2, :10])
+            with pytest.raises(InputError, match="one of which was replaced between"):
+                session.join(other)
+        session.save(tmp_path / "one.session")
+        with pytest.raises(SavedSessionError, match="is of another adapter 'one'"):
+            model.open_session(tmp_path / "one.session")
+    with built.open_session(tmp_path / "one.session") as opened:
+        close(opened.run(TOKENS[:1, 10:11])[0, 0], trained.want["one"][0, 10])
+
+
 @pytest.mark.long
 def test_a_merged_adapter_goes_with_others(trained):
     """Merged first, then chosen: the deltas add up."""

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ _MERGE = "merge it when the model is built (merge_adapter=DIR, --merge-adapter D
 @dataclass(frozen=True)
 class Adapter:
     """One adapter: the inputs a [K,r] and b [r,N] of the modules that it adapts, by name. `number`: no other of the
-    model ever has the same; 0 is none at all.
+    model ever has the same, also of the same name; 0 is none at all.
     """
 
+    name: str
     number: int
     rank: int
     arrays: Arrays
@@ -37,13 +39,23 @@ class Adapter:
         """Of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of its arrays."""
+        found = hashlib.sha256()
+        for key, array in sorted(self.arrays.items()):
+            found.update(f"{key} {array.shape} ".encode())
+            found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
+
 
 @dataclass(frozen=True)
 class Chosen:
-    """The adapters that rows use, side by side: their numbers, the inputs a and b (none where no row uses any), and
-    which row [B,1,R] uses which.
+    """The adapters that rows use, in the order in which they lie side by side: their numbers by row, the inputs a and b
+    (none where no row uses any), and which row [B,1,R] uses which.
     """
 
+    laid: tuple[Adapter, ...]
     numbers: tuple[int, ...]
     arrays: Arrays
     rows: npt.NDArray[np.float32]
@@ -85,15 +97,11 @@ class Adapters:
                 parts = [one.arrays.get(key, _zeros(sizes, axis, one.rank)) for one in used]
                 found[key] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
         numbers = tuple(0 if name is None else found_of[name].number for name in names)
-        return Chosen(numbers, found, rows)
+        return Chosen(tuple(used), numbers, found, rows)
 
     def digest(self, name: str) -> str:
         """sha256 of an adapter's arrays. Raises InputError for a name that does not exist."""
-        found = hashlib.sha256()
-        for key, array in sorted(self._get(name).arrays.items()):
-            found.update(f"{key} {array.shape} ".encode())
-            found.update(np.ascontiguousarray(array).tobytes())
-        return found.hexdigest()
+        return self._get(name).digest
 
     def save(self, folder: Path) -> None:
         """Write each that was added into an artifact's folder."""
@@ -114,7 +122,7 @@ class Adapters:
 
     def _keep(self, name: str, rank: int, arrays: Arrays) -> Adapter:
         self._numbers += 1
-        kept = self._known[name] = Adapter(self._numbers, rank, arrays)
+        kept = self._known[name] = Adapter(name, self._numbers, rank, arrays)
         return kept
 
     def _read(self, name: str) -> Arrays:

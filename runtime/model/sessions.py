@@ -84,6 +84,7 @@ class Sessions:
                 max_context=self._facts.max_context,
                 origin=self._origin,
                 adapters=names,
+                laid=() if used is None else used.laid,
                 saved=saved,
             )
         except BaseException:

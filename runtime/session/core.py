@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,17 @@ LOST = (
 _NO_QUERIES: Arrays = {}
 
 
+class LaidAdapter(Protocol):
+    """An adapter that a session opened with. `number`: no other of the model has it. `digest`: of its arrays."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+
 class SessionCore:
     """A backend session, how many tokens each row holds, and the observers that follow its calls."""
 
@@ -41,6 +52,7 @@ class SessionCore:
         """`origin`: of which model it is (`session.saved.Origin`)."""
         self.origin = origin
         self.adapters: list[str | None] = [None] * batch  # the name of each row's
+        self.laid: tuple[LaidAdapter, ...] = ()  # those of the backend session, in their order
         self.batch = batch
         self.vocab_size = vocab_size
         self.max_context = max_context
@@ -116,7 +128,7 @@ class SessionCore:
             *(self.backend.copy(), self.batch, copies, self.vocab_size, self.max_context),
             self.origin,
         )
-        other.adapters = self.adapters
+        other.adapters, other.laid = self.adapters, self.laid
         other.lengths, other.kin, other.room = self.lengths.copy(), self.kin, list(self.room)
         return other
 
@@ -129,7 +141,7 @@ class SessionCore:
             *(self.backend.copy(rows), rows.size, copies, self.vocab_size, self.max_context),
             self.origin,
         )
-        other.adapters = [self.adapters[row] for row in rows]
+        other.adapters, other.laid = [self.adapters[row] for row in rows], self.laid
         other.lengths, other.room = self.lengths[rows], list(self.room)
         other.kin = Kin.copies(rows, other.lengths)
         return other
@@ -270,13 +282,13 @@ class SessionCore:
                     f"rows cannot join sessions of this model ({type(one).__name__}): each would not go on as it does "
                     "alone (session.capabilities.joins); run them in sessions of their own"
                 )
-        used = [
-            list(dict.fromkeys(n for n in core.adapters if n is not None)) for core in (self, other)
-        ]
-        if used[0] != used[1]:
+        mine, its = ([(one.name, one.number) for one in core.laid] for core in (self, other))
+        if mine != its:
+            names = [[name for name, _ in pairs] for pairs in (mine, its)]
+            why = "" if names[0] != names[1] else ", one of which was replaced between"
             raise InputError(
-                f"these rows use adapters {used[0]}, and those that join use {used[1]}; rows join where both use the "
-                "same ones"
+                f"this session opened with adapters {names[0]}, and the one that joins with {names[1]}{why}; rows join "
+                "where both opened with the same ones, in the same order"
             )
 
     def leave(self, rows: Ints) -> Ints:

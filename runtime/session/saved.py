@@ -43,17 +43,16 @@ class Origin:
     adapter: Callable[[str], str]
     codec: Codec | None = None
 
-    def told(self, adapters: Sequence[str | None]) -> dict[str, Any]:
-        """What a file says of it; `adapters`: of each row."""
+    def told(self, adapters: Mapping[str, str]) -> dict[str, Any]:
+        """What a file says of it; `adapters`: digests of those that rows use."""
         layout = [value.to_json() for value in self.state]
-        used = sorted({name for name in adapters if name is not None})
         return {
             "model": self.name,
             "weights": self.weights(),
             "recipe": self.recipe.get("name"),
             "tables": _digest(self.recipe.get("tables", {})),
             "layout": _digest(layout),
-            "adapters": {name: self.adapter(name) for name in used},
+            "adapters": dict(adapters),
         }
 
 
@@ -99,7 +98,9 @@ class SavedSession:
 
     def check(self, origin: Origin) -> None:
         """Raise SavedSessionError where it is of another model or recipe."""
-        here = origin.told(self.adapters)
+        here = origin.told(
+            {name: origin.adapter(name) for name in self.adapters if name is not None}
+        )
         for key, what in (
             (
                 "tables",
@@ -113,7 +114,7 @@ class SavedSession:
                     f"{self.path} is of {what}; open it with the model that saved it, or run its prompt again"
                 )
         for name, digest in self.told["adapters"].items():
-            if here["adapters"][name] != digest:
+            if here["adapters"].get(name) != digest:
                 raise SavedSessionError(
                     f"{self.path} is of another adapter {name!r} than this model has; load the one that it was saved "
                     "with, or run its prompt again"
@@ -169,7 +170,7 @@ def _all_of(core: SessionCore, tokens: Any) -> tuple[dict[str, Any], Arrays]:
         else:
             arrays[_STATE + value.name] = array
     told = {
-        **origin.told(core.adapters),
+        **origin.told({one.name: one.digest for one in core.laid if one.name in core.adapters}),
         "rows": list(core.adapters),
         "lengths": core.lengths.tolist(),
         "room": list(core.room),

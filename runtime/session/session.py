@@ -12,7 +12,7 @@ from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import BackendSession, Logits
 from accel.runtime.inputs.calls import call_tokens, rewind_target
 from accel.runtime.inputs.ints import Ints, as_ints
-from accel.runtime.session.core import CHUNK, SessionCore
+from accel.runtime.session.core import CHUNK, LaidAdapter, SessionCore
 from accel.runtime.session.flat import pays
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
@@ -44,14 +44,16 @@ class Session:
         max_context: int,
         origin: Origin | None = None,
         adapters: Sequence[str | None] | None = None,
+        laid: Sequence[LaidAdapter] = (),
         saved: SavedSession | None = None,
     ):
         """`observers`: in the order in which they are asked (`observer_factories`). `origin`: the model, for `save`.
-        `adapters`: the name of each row's. `saved`: what it goes on from.
+        `adapters`: the name of each row's. `laid`: all that rows may use, as the backend has them. `saved`: what it
+        goes on from.
         """
         self._parts(SessionCore(backend, batch, observers, vocab_size, max_context, origin))
         if adapters is not None:
-            self._core.adapters = list(adapters)
+            self._core.adapters, self._core.laid = list(adapters), tuple(laid)
         if saved is not None:
             restore(self._core, saved)
             self.tokens = saved.tokens
@@ -355,8 +357,9 @@ class Session:
         `batch` + j. So a prompt can run in a session of its own and then be decoded with others.
 
         Only the rows that join are copied, but for a few calls that make room for more. Raises InputError: the other is
-        of another model or build, or uses other adapters; there would be more rows than `max_batch`; or a recipe's
-        rows would not go on as they do alone (`capabilities.joins`). Both sessions are unchanged then.
+        of another model or build, or opened with other adapters or in another order; there would be more rows than
+        `max_batch`; or a recipe's rows would not go on as they do alone (`capabilities.joins`). Both sessions are
+        unchanged then.
         """
         self._open().join(other._open())
 
