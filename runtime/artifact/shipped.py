@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.ir.axis import Axis
-from accel.ir.errors import RecipeError
+from accel.ir.errors import ArtifactError, RecipeError, shown
 from accel.runtime.artifact.manifest import DATA_FOLDER
 
 Tables = dict[str, dict[str, Any]]
@@ -40,14 +40,18 @@ def check_shipped(tables: Tables, axes: Collection[str]) -> None:
 
 
 def located(tables: Any, axes: Collection[str], folder: Path, files: Collection[str]) -> Any:
-    """An artifact's tables with the places of what it ships, which its manifest lists as `files`."""
-    if not any(name.startswith(f"{DATA_FOLDER}/") for name in files):
-        return tables
+    """An artifact's tables with the places of what it ships, which its manifest lists as `files`. Raises ArtifactError
+    where they name another file: an artifact reads nothing outside its folder.
+    """
     tables = deepcopy(tables)
-    for _, table, option in _named(tables, axes):
+    for where, table, option in _named(tables, axes):
         name = table[option]
-        if name in files or any(file.startswith(f"{name}/") for file in files):
-            table[option] = str(folder / name)
+        if name not in files and not any(file.startswith(f"{name}/") for file in files):
+            raise ArtifactError(
+                f"{folder}: recipe: {where}.{table['use']}: {option} = {shown(name)} is no file of the artifact; do "
+                "not trust it, or build it again"
+            )
+        table[option] = str(folder / name)
     return tables
 
 
@@ -62,17 +66,21 @@ def _source(where: str, table: Mapping[str, Any], option: str) -> Path:
 
 
 def _named(tables: Tables, axes: Collection[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(place, table, option) of each option that names a file, also of methods within methods."""
-    for axis in axes:
-        if axis in tables:
-            yield from _in(axis, tables[axis], axis)
+    """(place, table, option) of each option that names a file, also of methods within methods. What is no table is
+    left to who builds the methods.
+    """
+    for axis in axes if isinstance(tables, dict) else ():
+        yield from _in(axis, tables.get(axis), axis)
 
 
-def _in(axis: str, table: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _in(axis: str, table: Any, where: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    if not isinstance(table, dict) or not isinstance(table.get("use"), str):
+        return
     method = Axis(axis, f"accel.runtime.{axis}").method(table["use"])
-    yield from ((where, table, option) for option in method.files if table.get(option))
+    for option in method.files:
+        if isinstance(name := table.get(option), str) and name:
+            yield where, table, option
     for value in table.values():
         if isinstance(value, list):
             for n, inner in enumerate(value):
-                if isinstance(inner, dict) and "use" in inner:
-                    yield from _in(axis, inner, f"{where}.{n}")
+                yield from _in(axis, inner, f"{where}.{n}")

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,9 +91,9 @@ class CompiledModel:
         self.draft_model = draft_model
         self._on_close = on_close
         tables = self.recipe.get("tables", {})
-        files = () if artifact is None else artifact.files
-        there = Path() if artifact is None else artifact.path
-        self._loop, self._methods = chosen(located(tables, HOST, there, files))
+        if artifact is not None:
+            tables = located(tables, HOST, artifact.path, artifact.files)
+        self._loop, self._methods = chosen(tables)
         draft = self._methods.get("draft")
         self._store = None if draft is None else draft.store(facts, tokenizer)
         self._sessions = Sessions(backend, facts, self.recipe, artifact, adapters, weights)

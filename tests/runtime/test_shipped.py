@@ -6,7 +6,7 @@ import json
 import pytest
 
 from accel.ir.axis import Axis
-from accel.ir.errors import RecipeError
+from accel.ir.errors import ArtifactError, RecipeError
 from accel.runtime.artifact import shipped
 from accel.runtime.artifact.shipped import check_shipped, located, ship
 from accel.runtime.loop import HOST
@@ -74,11 +74,26 @@ def test_a_load_that_reads_elsewhere_is_caught(tmp_path):
         law(tmp_path, ship, lambda tables, *_: tables)
 
 
-def test_a_path_out_of_the_artifact_is_not_its_own(tmp_path):
-    """Only what the manifest lists is looked for in the artifact; an empty option names what comes with accel."""
-    tables = {"length": {"use": "specdec-pp", "trained": "../head"}}
-    assert located(tables, HOST, tmp_path, ["data/other"]) == tables
-    assert not list(shipped._named({"length": {"use": "specdec-pp"}}, HOST))
+@pytest.mark.parametrize("name", ["../head", "/etc/passwd", "data"])
+@pytest.mark.parametrize("files", [["step.onnx"], ["data/other", "step.onnx"]])
+def test_a_path_out_of_the_artifact_is_refused(tmp_path, name, files):
+    """A stranger's artifact reads nothing else of the machine's; an empty option names what comes with accel."""
+    for empty in ({"use": "specdec-pp"}, {"use": "specdec-pp", "trained": ""}):
+        assert located({"length": empty}, HOST, tmp_path, files) == {"length": empty}
+    tables = {"draft": {"use": "stack", "members": ["sam", {"use": "rest", "datastore": name}]}}
+    if (name, files[0]) == ("data", "data/other"):  # a folder of it
+        found = located(tables, HOST, tmp_path, files)
+        assert found["draft"]["members"][1]["datastore"] == str(tmp_path / "data")
+        return
+    with pytest.raises(ArtifactError, match=f"draft.1.rest: datastore = '{name}' is no file of"):
+        located(tables, HOST, tmp_path, files)
+
+
+@pytest.mark.parametrize(
+    "tables", [None, [], {"draft": 5}, {"draft": {"use": 5}}, {"length": {"trained": []}}]
+)
+def test_what_is_no_table_is_left_to_the_methods(tmp_path, tables):
+    assert located(tables, HOST, tmp_path, ["step.onnx"]) == tables
 
 
 def test_declared_options_are_options():
