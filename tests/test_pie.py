@@ -152,6 +152,10 @@ def test_an_edit_that_fails_leaves_all_as_it_was(stateful, monkeypatch):
         monkeypatch.undo()
         assert session.length == 20
         close(session.run(old[:, :3]), again.run(old[:, :3]))
+        for one in (session, again):  # tokens are known again, too
+            one.rewind(20)
+        close(session.edit(4, 6, []), again.edit(4, 6, []))
+        close(session.edit(1, 16, []), again.edit(1, 16, []))
 
 
 def test_what_makes_no_sense_is_named(stateful):
@@ -166,6 +170,9 @@ def test_what_makes_no_sense_is_named(stateful):
             ((0, 1, [[5]]), "takes"),
             ((0, 0, [5] * 119), "max_context is 128"),
             ((0, 1, [5], 1), "rows 0..0"),
+            ((0, 1.5, [5]), "stop = 1.5 .*give an integer"),
+            (("0", 1, [5]), "start = '0' .*give an integer"),
+            ((0, 1, [5], None), "row = None .*give an integer"),
         ):
             with pytest.raises(InputError, match=words):
                 session.edit(*args)

@@ -12,6 +12,7 @@ from accel.ir.errors import InputError
 from accel.ir.state import POSITIONS, Part, name_of
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
+from accel.runtime.inputs.prompts import as_count
 from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -75,7 +76,8 @@ class Edits(SessionObserver):
             for n, a in before.items()
         }
         last = self.log.ids[row, length - 1 if stop < length else start - 1]
-        behind = self.log.ids[row, stop:length].copy()
+        held = self.log.ids[row, start:length].copy()
+        behind = held[stop - start :]
         moved = _moved(backend, after, delta)
         try:
             calls.set_length(row, start)
@@ -88,6 +90,7 @@ class Edits(SessionObserver):
                 logits = _append(calls, row, np.array([last]))
         except BaseException:
             _put(calls.backend, row, start, before)
+            self.log.put(row, start, held)
             calls.lengths = lengths
             raise
         return logits
@@ -95,6 +98,8 @@ class Edits(SessionObserver):
 
 def _checked(calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Ints:
     """The new tokens [n], checked like the rest."""
+    for name, value in (("start", start), ("stop", stop), ("row", row)):
+        as_count(value, name, 0)
     if not 0 <= row < calls.batch:
         raise InputError(f"row is {row}; this session has rows 0..{calls.batch - 1}")
     length = int(calls.lengths[row])
