@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
@@ -34,6 +35,7 @@ from .laws.test_invariants import METHODS, tables
 from .prefill_case import built
 from .test_encoder_decoder import make
 from .test_session_capabilities import CASES
+from .trust.conftest import Mutated
 
 MORE = {  # recipes whose sessions know what those of CASES do not
     "clusterkv": tables("kv.select=clusterkv"),
@@ -279,6 +281,28 @@ def test_what_does_not_fit_is_refused(model, saved, tmp_path, change, words):
         model("base").open_session(copy)
 
 
+@pytest.mark.parametrize("name", ["base", "snapkv"])
+def test_whatever_a_header_says_is_an_error_or_a_session(model, name, tmp_path):
+    """With the right digest, as somebody can write it."""
+    path, refused = tmp_path / "one.session", 0
+    with begun(model(name)) as session:
+        session.save(path, tokens=[TOKENS[row, :n] for row, n in enumerate(session.lengths)])
+    for seed in range(120):
+
+        def change(told, seed=seed):
+            changed = Mutated(told, seed, leave=("digest", "arrays")).raw
+            told.clear()
+            told.update(changed)
+
+        try:
+            with model(name).open_session(rewritten(path, tmp_path / "copy", change)) as opened:
+                opened.run(TOKENS[: opened.batch, [40]])
+        except (SavedSessionError, InputError) as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert 60 < refused < 120  # the control: some changes do not matter
+
+
 def test_another_model_is_refused(model, saved):
     with pytest.raises(SavedSessionError, match="is of recipe"):
         model("snapkv").open_session(saved)
@@ -316,6 +340,18 @@ def test_a_file_of_others_is_not_replaced(model, tmp_path):
     ):
         session.save(mine)
     assert mine.read_text() == "mine"
+
+
+def test_tokens_that_are_not_of_the_rows_are_refused(model, tmp_path):
+    with model("base").session() as session:
+        session.run(TOKENS[:1, :3])
+        for tokens in ([[5], [6, 7]], 5, "ab", [], [[[5]]], [5, [6]]):
+            with pytest.raises(InputError, match="token ids .n. of each row, 1 of them"):
+                session.save(tmp_path / "one.session", tokens)
+        for tokens in ([5, 6, 7], [[5, 6, 7]], np.array([5, 6, 7]), torch.tensor([5, 6, 7])):
+            session.save(tmp_path / "one.session", tokens)
+            with model("base").open_session(tmp_path / "one.session") as opened:
+                assert opened.tokens[0].tolist() == [5, 6, 7]
 
 
 @pytest.fixture(scope="module")

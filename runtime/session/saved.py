@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import host_method
-from accel.ir.errors import InputError, SavedSessionError
+from accel.ir.errors import InputError, SavedSessionError, shown
 from accel.ir.sizes import grows, in_numbers
 from accel.ir.state import Part, StateValue
 from accel.runtime.inputs.ints import Ints, as_ints
@@ -26,6 +26,7 @@ from accel.runtime.session.file import Arrays, pack, read, unpack, write
 from accel.runtime.session.rows import Kin
 
 _STATE, _TOKENS = "state/", "tokens"
+_MOST = 1 << 40  # of a size or a length: no array has so many numbers
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def export(core: SessionCore, row: int, tokens: Any) -> bytes:
 
 def imported(data: bytes) -> SavedSession:
     """What `export` gave. Raises SavedSessionError."""
-    return SavedSession("this row", *unpack(data, "this row"))
+    return _known("this row", *unpack(data, "this row"))
 
 
 def _all_of(core: SessionCore, tokens: Any) -> tuple[dict[str, Any], Arrays]:
@@ -188,8 +189,34 @@ def saving(tables: Mapping[str, Any]) -> Codec | None:
 
 def saved_session(path: str | os.PathLike[str]) -> SavedSession:
     """What a file holds. Raises SavedSessionError."""
-    told, arrays = read(path)
-    return SavedSession(os.fspath(path), told, arrays)
+    return _known(os.fspath(path), *read(path))
+
+
+def _known(path: str, told: dict[str, Any], arrays: Arrays) -> SavedSession:
+    """Raises SavedSessionError where a field is not of the kind that is written."""
+    right = {name: isinstance(told.get(name), str) for name in ("model", "layout", "tables")}
+    for name in ("weights", "recipe"):
+        right[name] = name in told and isinstance(told[name], str | None)
+    right |= {name: _counts(told.get(name)) for name in ("lengths", "room")}
+    right["lengths"] = right["lengths"] and bool(told["lengths"])
+    rows, used, coded = (told.get(name) for name in ("rows", "adapters", "coded"))
+    right["rows"] = isinstance(rows, list) and all(isinstance(one, str | None) for one in rows)
+    right["adapters"] = isinstance(used, dict)
+    right["coded"] = isinstance(coded, dict) and all(_counts(shape) for shape in coded.values())
+    if _TOKENS in arrays:
+        ids = arrays[_TOKENS]
+        counts: Any = told.get("counts")
+        right["counts"] = ids.ndim == 2 and _counts(counts) and len(counts) == len(ids)
+        right["counts"] = right["counts"] and max(counts, default=0) <= ids.shape[1]
+    if wrong := [name for name, holds in right.items() if not holds]:
+        raise SavedSessionError(
+            f"{path}: {wrong[0]} = {shown(told.get(wrong[0]))} is not what accel writes; save the session again"
+        )
+    return SavedSession(path, told, arrays)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < _MOST for n in value)
 
 
 def restore(core: SessionCore, saved: SavedSession) -> None:
@@ -208,12 +235,17 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
                 n[len(start) + 1 :]: a for n, a in saved.arrays.items() if n.startswith(start + "/")
             }
             shape = tuple(told["coded"][value.name])
-            decoded = origin.codec.decode(_place(value, layers), parts, shape)
+            _check_shape(saved, value, shape, value.dtype, origin)
+            try:
+                decoded = origin.codec.decode(_place(value, layers), parts, shape)
+            except (KeyError, ValueError) as error:
+                raise SavedSessionError(
+                    f"{saved.path}: {value.name} cannot be decoded ({error}); save the session again"
+                ) from error
             given[value.name] = decoded.astype(value.dtype)
         elif start in saved.arrays:
-            given[value.name] = saved.arrays[start]
-        if value.name in given:
-            _check_shape(saved, value, given[value.name])
+            given[value.name] = array = saved.arrays[start]
+            _check_shape(saved, value, array.shape, array.dtype.name, origin)
     backend.put(given)
     for one in core.observers:
         start = f"{type(one).__name__}/"
@@ -228,6 +260,7 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
                 "session again"
             ) from error
     core.lengths, core.kin = lengths, Kin.copies(np.arange(core.batch), lengths)
+    _check_slots(saved, core, given)
     if told["room"]:
         core.need(told["room"])
 
@@ -266,27 +299,57 @@ def _place(value: StateValue, layers: int) -> Place:
     return Place(value.layer or 0, layers, value.part is Part.KEYS)
 
 
-def _check_shape(saved: SavedSession, value: StateValue, array: npt.NDArray[Any]) -> None:
+def _check_shape(
+    saved: SavedSession, value: StateValue, shape: Sequence[int], dtype: str, origin: Origin
+) -> None:
     """It is of the type, the rows and the sizes that the layout says."""
     sizes = [saved.batch if size == "B" else size for size in value.shape]
-    same = len(sizes) == array.ndim and all(
-        isinstance(size, str) or size == there
-        for size, there in zip(sizes, array.shape, strict=True)
+    same = len(sizes) == len(shape) and all(
+        there <= _most(origin) if isinstance(size, str) else size == there
+        for size, there in zip(sizes, shape, strict=True)
     )
-    if not same or array.dtype.name != value.dtype:
+    if not same or dtype != value.dtype:
         raise SavedSessionError(
-            f"{saved.path}: {value.name} is {array.dtype} {list(array.shape)}, not {value.dtype} {list(value.shape)}; "
-            "save the session again"
+            f"{saved.path}: {value.name} is {dtype} {list(shape)}, not {value.dtype} {list(value.shape)}; save the "
+            "session again"
         )
+
+
+def _check_slots(saved: SavedSession, core: SessionCore, given: Arrays) -> None:
+    """Buffers that grow hold the slots that rows use, and room is for no fewer. Raises SavedSessionError."""
+    origin, room = core.origin, saved.told["room"]
+    letters = _used(core)
+    sizes = {
+        v.name: in_numbers(v.shape, {**letters, "B": core.batch})
+        for v in origin.state
+        if grows(v.shape)
+    }
+    right = bool((core.lengths >= core.base).all())
+    right &= saved.tokens is None or len(saved.tokens) == core.batch
+    right &= all(given[name].shape == size for name, size in sizes.items() if name in given)
+    if room:
+        right &= len(room) == len(letters) and max(room) <= _most(origin)
+        right &= all(have >= used for have, used in zip(room, letters.values(), strict=False))
+    if not right:
+        raise SavedSessionError(
+            f"{saved.path}: its buffers do not fit rows of {saved.told['lengths']} tokens; save the session again"
+        )
+
+
+def _most(origin: Origin) -> int:
+    """More slots than a session of the model ever has."""
+    return 4 * origin.max_context + (1 << 16)
 
 
 def _tokens(tokens: Any, batch: int) -> tuple[Ints, list[int]]:
     """Token ids [B,n] and how many are of each row, out of what a caller gives."""
-    flat = batch == 1 and np.ndim(tokens) == 1
-    rows = [as_ints(row, "tokens") for row in ([tokens] if flat else tokens)]
+    given = list(tokens) if hasattr(tokens, "__len__") and not isinstance(tokens, str) else []
+    apart = [hasattr(one, "__len__") and getattr(one, "ndim", 1) > 0 for one in given]
+    flat = batch == 1 and bool(given) and not any(apart)
+    rows = [as_ints(row, "tokens") for row in ([tokens] if flat else given)]
     if len(rows) != batch or any(row.ndim != 1 for row in rows):
         raise InputError(
-            f"tokens are of {len(rows)} rows; give the token ids of each of the {batch} rows"
+            f"tokens = {shown(tokens)}; give the token ids [n] of each row, {batch} of them"
         )
     found = np.zeros((batch, max(row.size for row in rows)), np.int64)
     for row, ids in zip(found, rows, strict=True):
