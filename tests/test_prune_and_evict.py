@@ -111,6 +111,15 @@ def test_each_layer_chooses_of_what_reached_it(prune):
 
 
 @pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_queries_of_a_prompt_do_not_outlive_it(target):
+    """They are as large as the prompt, and of all layers."""
+    with pruned(None, "snapkv", target).session() as session:
+        session.prompt(TOKENS[:1, :40])
+        session.run(TOKENS[:1, 40:41])
+        assert not session._core.backend.observed
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
 def test_a_session_that_starts_anew_sees_nothing_of_the_prompt_before(target):
     """Right after that was evicted, when buffers for later tokens are not made yet."""
     model = pruned("promptdistill", "snapkv", target)

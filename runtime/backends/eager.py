@@ -109,6 +109,7 @@ class EagerSession:
         tree: Bools | None = None,
     ) -> Logits:
         """One run of the step entry; the state changes only where it succeeds."""
+        self.observed = {}
         called = call_inputs(tokens, positions, slots, rows, tree)
         inputs = {n: self._tensor(a) for n, a in called.items()}
         with torch.no_grad():

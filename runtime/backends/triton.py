@@ -126,6 +126,7 @@ class TritonSession(EagerSession):
         """One run of the step entry. Where it fails, what it wrote lies in nobody's sight, as after a
         rewind; recurrent state changes only where it succeeds.
         """
+        self.observed = {}
         given = call_inputs(tokens, positions, slots, rows, tree)
         told = self._compiled.defaults | self._controls
         args = list(self._args)

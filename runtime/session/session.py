@@ -8,10 +8,11 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, shown
 from accel.runtime.backends.protocol import BackendSession, Logits
 from accel.runtime.inputs.calls import call_tokens, rewind_target
 from accel.runtime.inputs.ints import Ints, as_ints
+from accel.runtime.inputs.prompts import as_count
 from accel.runtime.session.core import CHUNK, LaidAdapter, SessionCore
 from accel.runtime.session.flat import pays
 from accel.runtime.session.guesses import Guesses
@@ -361,6 +362,8 @@ class Session:
         `max_batch`; or a recipe's rows would not go on as they do alone (`capabilities.joins`). Both sessions are
         unchanged then.
         """
+        if not isinstance(other, Session):
+            raise InputError(f"join was given {shown(other)}; give another session of the model")
         self._open().join(other._open())
 
     def leave(self, rows: Any) -> Ints:
@@ -377,8 +380,11 @@ class Session:
         return core.leave(gone)
 
     def spread(self, threads: int) -> None:
-        """Compute the calls from here on with so many threads, at most the model's (`model.threads`)."""
-        self._core.backend.spread(threads)
+        """Compute the calls from here on with so many threads, at most the model's (`model.threads`).
+
+        Raises InputError.
+        """
+        self._core.backend.spread(as_count(threads, "threads", 1))
 
     def fork(self) -> Self:
         """Return an independent session with the same tokens; its stats start at 0."""

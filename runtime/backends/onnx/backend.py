@@ -104,7 +104,7 @@ class OrtBackend:
         """The InferenceSession of the step for calls of so many threads, opened when first asked for. Weights that are
         not `mapped` are packed once more for each.
         """
-        if threads == self.threads:
+        if threads >= self.threads:
             return self.session
         with self._lock:
             if threads not in self._spread:

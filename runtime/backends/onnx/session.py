@@ -165,6 +165,7 @@ class OrtSession:
         tree: Bools | None = None,
     ) -> Logits:
         """See protocol.BackendSession; `resize` comes first."""
+        self.observed = {}  # of a prompt they may be large
         if self._mapped and self._few != (tokens.shape[1] <= FEW):
             self._few = not self._few
             advise(self._mapped, self._few)
