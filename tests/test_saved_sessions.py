@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ import accel
 from accel import cli
 from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.errors import InputError, SavedSessionError
+from accel.ir.facts import Facts
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.model.requests import prompt_behind
 from accel.runtime.session import file as session_file
 from accel.runtime.session.core import SessionCore
 from accel.runtime.session.observers import observer_classes
@@ -431,6 +434,14 @@ def test_a_process_that_dies_leaves_the_old_file(model, saved, tmp_path):
     with model("base").open_session(copy) as opened:
         opened.save(copy)
     assert os.listdir(tmp_path) == [copy.name]
+
+
+def test_no_prompt_behind_a_session_is_named():
+    session = SimpleNamespace(tokens=[np.array([3, 4])], length=2)
+    letters = SimpleNamespace(encode=lambda text, special: [5] * len(text))
+    assert prompt_behind(session, "ab", None, Facts("toy", 8, 64), letters).tolist() == [3, 4, 5, 5]
+    with pytest.raises(InputError, match="the prompt is empty"):
+        prompt_behind(session, "", None, Facts("toy", 8, 64), letters)
 
 
 def test_marks_of_the_next_call_are_saved():

@@ -70,6 +70,8 @@ def prompt_behind(
         raise InputError("a session keeps its adapter; leave adapter out")
     if is_text(prompt):
         (ids,) = as_prompts(prompt, facts, tokenizer, held[0].tolist())
+        if ids.size == held[0].size:
+            raise InputError("the prompt is empty; give text that follows what the session holds")
         return ids
     (new,) = as_prompts([prompt], facts, tokenizer)
     return np.concatenate([held[0], new])
