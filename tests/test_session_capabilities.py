@@ -13,6 +13,7 @@ from accel.passes.trained import Trained
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.loop.speculative import reach
 from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.session import core
 from accel.runtime.session.observers.block_codec import BlockCodecState
 from accel.runtime.session.observers.eviction import EvictionState
 from accel.runtime.session.observers.observer import Capabilities
@@ -323,3 +324,15 @@ def test_prompts_that_cannot_run_in_chunks_are_caught(prompted, name):
     session = prompted(name)
     with pytest.raises(AssertionError, match="cannot run in chunks"):
         law_of_chunks(session, replace(session.capabilities, chunks=True))
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_a_short_call_after_a_rewind_keeps_the_slots_that_a_compression_left(monkeypatch, target):
+    """More than the call needs: rows of two blocks, then of three tokens."""
+    monkeypatch.setattr(core, "STEP", 4)
+    model = built("llama", target, tables=CASES["kivi-4"][0])
+    with model.session() as session, model.session() as new:
+        session.prompt(TOKENS[:, : 3 * BLOCK - 1])
+        session.rewind(0)
+        for part in (slice(0, 3), slice(3, 4)):
+            assert far(session.run(OTHERS[:, part]), new.run(OTHERS[:, part])) < 1e-5

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.sizes import each
+from accel.ir.sizes import each, in_numbers
 from accel.ir.state import CacheRegion, Part, StateValue, name_of
 from accel.ir.window import SLOTS
 from accel.runtime.backends.protocol import Arrays
@@ -16,6 +16,16 @@ from accel.runtime.inputs.ints import Ints
 
 STEP = 256  # the KV buffers grow by this many slots
 Range = tuple[int, int]
+
+
+def sizes_of(
+    value: StateValue, letters: Mapping[str, int], old: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The sizes of a state buffer, no smaller along any slots than one that is there: `put` and what compression gives
+    bring buffers of their own sizes.
+    """
+    sizes = in_numbers(value.shape, letters)
+    return sizes if old is None else (sizes[0], *map(max, sizes[1:], old[1:]))
 
 
 def moving(

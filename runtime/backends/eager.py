@@ -18,10 +18,10 @@ from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.flat import FLAT
 from accel.ir.entries.step import STEP, given_beside
-from accel.ir.sizes import grows, in_numbers
+from accel.ir.sizes import grows
 from accel.ir.state import Part, output_of, state_of
 from accel.ir.window import SLOTS
-from accel.runtime.backends.buffers import forgettable, kept_slots, recent_slots, trimmed
+from accel.runtime.backends.buffers import forgettable, kept_slots, recent_slots, sizes_of, trimmed
 from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.inputs.stack import stacked
@@ -91,7 +91,7 @@ class EagerSession:
             old = state.get(value.name)
             if old is not None and not grows(value.shape):
                 continue
-            shape = in_numbers(value.shape, letters)
+            shape = sizes_of(value, letters, None if old is None else old.shape)
             dtype = getattr(torch, value.dtype)
             new = torch.full(shape, value.fill, dtype=dtype, device=self._device)
             if old is not None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from accel.ir.adapters import ROWS
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.step import given_beside
-from accel.ir.sizes import FEW, grows, in_numbers
+from accel.ir.sizes import FEW, grows
 from accel.ir.state import Part, StateValue, output_of, state_of
 from accel.runtime.backends.buffers import (
     drop,
@@ -25,6 +25,7 @@ from accel.runtime.backends.buffers import (
     kept_slots,
     moved,
     recent_slots,
+    sizes_of,
     trimmed,
 )
 from accel.runtime.backends.onnx.mapped import advise, memory_of
@@ -140,10 +141,10 @@ class OrtSession:
             old = buffers.get(value.name)
             if old is None or grows(value.shape):
                 rows = self._room(value)
-                sizes = in_numbers(value.shape, letters)
+                there = None if old is None else old.shape
+                sizes = sizes_of(value, letters | {"B": rows}, there)
                 if old is not None and self._lies_wide(value) and old.shape[1:] == sizes[1:]:
                     continue  # rows joined or left, and it has slots enough
-                sizes = in_numbers(value.shape, letters | {"B": rows})
                 new[value.name] = buffers[value.name] = made(value, sizes, value.fill)
                 if rows > self._batch:
                     self._wide[value.name] = buffers[value.name]
