@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 from accel.compiler.smoke.tiny_models import small_model
-from accel.ir.errors import InputError, SavedSessionError
+from accel.ir.errors import ArtifactError, InputError, SavedSessionError
 from accel.ir.facts import Facts
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
@@ -343,6 +343,18 @@ def test_a_file_of_others_is_not_replaced(model, tmp_path):
     ):
         session.save(mine)
     assert mine.read_text() == "mine"
+
+
+def test_a_path_that_the_user_may_not_see_is_named(model, tmp_path, monkeypatch):
+    def locked(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for name in ("is_file", "is_dir"):
+        monkeypatch.setattr(Path, name, locked)
+    with pytest.raises(SavedSessionError, match="one.session cannot be looked at .Permission"):
+        model("base").open_session(tmp_path / "one.session")
+    with pytest.raises(ArtifactError, match="artifact cannot be looked into .Permission denied"):
+        accel.load(tmp_path / "artifact")
 
 
 def test_tokens_that_are_not_of_the_rows_are_refused(model, tmp_path):

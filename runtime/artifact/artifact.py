@@ -123,7 +123,12 @@ def open_artifact(
     """
     folder = user_path(path)
     put_back(folder.resolve())
-    _check_folder(folder)
+    try:
+        _check_folder(folder)
+    except OSError as error:
+        raise ArtifactError(
+            f"{folder} cannot be looked into ({error.strerror}); give a folder that you may read"
+        ) from error
     try:
         data = read_small(folder / MANIFEST)
     except OSError as error:

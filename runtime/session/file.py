@@ -139,7 +139,13 @@ def _path(path: str | os.PathLike[str]) -> Path:
         found = user_path(path).resolve()
     except ArtifactError as error:
         raise SavedSessionError(str(error)) from None
-    if found.is_dir():
+    try:
+        folder = found.is_dir()
+    except OSError as error:
+        raise SavedSessionError(
+            f"{found} cannot be looked at ({error.strerror}); give a file that you may read and write"
+        ) from error
+    if folder:
         raise SavedSessionError(f"{found} is a folder; give the path of a file")
     return found
 
