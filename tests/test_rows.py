@@ -206,6 +206,24 @@ def test_more_rows_than_the_last_call_had_are_compressed():
         assert far(session.run(tokens[:, 30:]), other.run(tokens[:, 30:])) < 1e-5
 
 
+def test_rows_that_share_slots_do_not_share_the_attention_that_these_drew():
+    """Tokens that came since leave theirs in the slots of the prompt, too."""
+    model, tokens = built("llama", "onnx", tables=evicts("h2o", AT_PROMPT)), np.arange(3, 15)
+    with model.session(1) as session, model.session(2) as other:
+        session.run([tokens])
+        session.select([0, 0])
+        session.run([[20], [30]])
+        session.select([1, 0])
+        other.run([tokens, tokens])
+        other.run([[30], [20]])
+        held, want = (one._core.backend.buffers() for one in (session, other))
+        for name in (n for n in held if held[n].size):
+            assert far(held[name], want[name]) < 1e-4, name
+        for one in (session, other):
+            one.end_prompt()
+        assert far(session.run([[5], [6]]), other.run([[5], [6]])) < 1e-4
+
+
 def test_a_call_of_fewer_rows_that_fails_is_undone(monkeypatch):
     """Whatever the observers noted when there were more rows."""
     tokens = np.random.default_rng(6).integers(3, 50, (3, 31))

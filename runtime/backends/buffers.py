@@ -39,8 +39,8 @@ def moving(
             continue
         where = [slice(None)] * (len(value.shape) - 1)
         # rows of the same tokens may have been grouped, or their keys factored, at other times; choices say of the
-        # newest tokens what may be of any slot
-        if value.part in (Part.UNITS, Part.LOW_RANK, Part.CHOICE):
+        # newest tokens what may be of any slot, and later tokens leave a mass in all slots
+        if value.part in (Part.UNITS, Part.LOW_RANK, Part.CHOICE, Part.MASS):
             yield value, tuple(where)
             continue
         for axis, size in enumerate(value.shape[1:]):
