@@ -17,7 +17,10 @@ from accel.ir.peft import read_adapter
 from accel.passes.depth.shortgpt import ShortGPT
 from accel.passes.numerics.batch_invariant import BatchInvariant
 from accel.runtime.artifact.artifact import digest
+from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.model.adapters import Adapters
+from accel.runtime.serve.engine import Engine
+from accel.runtime.serve.request import Request
 from accel.runtime.session.observers.pieces import PieceReuse
 from accel.runtime.session.observers.prefix_cache import PrefixCache
 
@@ -298,6 +301,25 @@ def test_a_session_of_an_adapter_that_was_replaced_is_of_no_other(trained, built
             model.open_session(tmp_path / "one.session")
     with built.open_session(tmp_path / "one.session") as opened:
         close(opened.run(TOKENS[:1, 10:11])[0, 0], trained.want["one"][0, 10])
+
+
+def test_an_engine_serves_an_adapter_that_was_replaced_beside_the_one_before(trained, built):
+    def taken(ticket):
+        return [event.token for event in ticket]
+
+    with accel.load(built.artifact.path) as model:
+        want = [
+            model.generate([TOKENS[0, :10]], 12, adapter=name, eos=[]).tokens[0]
+            for name in ("one", "two")
+        ]
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        with Engine(model) as engine:
+            first = engine.submit(Request(TOKENS[0, :10], params, adapter="one"))
+            begun = next(iter(first)).token
+            model.load_adapter("one", trained.folders["two"])
+            second = engine.submit(Request(TOKENS[0, :10], params, adapter="one"))
+            assert [[begun, *taken(first)], taken(second)] == want
+    assert want[0] != want[1]
 
 
 @pytest.mark.long

@@ -72,7 +72,9 @@ class Engine:
         self._changed = Condition()
         self._waiting = deque[Job]()
         self._running: dict[int, Job] = {}  # by number, in the order of arrival
-        self._groups: dict[str | None, Rounds] = {}  # those that decode together, by their adapter
+        self._groups: dict[
+            tuple[int, ...], Rounds
+        ] = {}  # those that decode together, by `Session.adapters`
         self._short = False  # memory ran out: nothing is admitted before a request has left
         self._closing = self._halted = False
         self._counts = Counter[str](dict.fromkeys(COUNTS, 0))
@@ -135,7 +137,7 @@ class Engine:
         ticket = Ticket(int(row.prompt.size), self._wake, listener)
         with self._changed:
             number, now = int(self._counts["requests_total"]), monotonic()
-            job = Job(number, prepared, ticket, request.adapter, now, given, hands)
+            job = Job(number, prepared, ticket, now, given, hands)
             if not self._limits.fits(job.task(0)):
                 raise InputError(
                     f"the request may hold {job.most} tokens, and this engine has room for "
@@ -325,10 +327,10 @@ class Engine:
     def _leave(self, jobs: Sequence[Job]) -> None:
         """Take requests out of their groups."""
         gone = {id(job.row) for job in jobs}
-        for adapter, group in list(self._groups.items()):
+        for adapters, group in list(self._groups.items()):
             rows = [i for i, row in enumerate(group.rows) if id(row) in gone]
             if len(rows) == len(group.rows):
-                del self._groups[adapter]
+                del self._groups[adapters]
                 group.close()
                 group.session.close()
             elif rows:
@@ -375,14 +377,14 @@ class Engine:
             for i in ids:
                 self._pull(self._running[i])
             return
-        for adapter, group in list(self._groups.items()):
+        for adapters, group in list(self._groups.items()):
             jobs, held = self._of(group), _held(group)
             try:
                 group.run()
             except Exception as error:  # a call of all of them failed
                 newest = max(jobs, key=lambda job: job.id)
                 if _held(group) != held or not self._spared(newest, error):
-                    self._fail(adapter, error)
+                    self._fail(adapters, error)
             else:
                 self._tell(jobs)
 
@@ -459,10 +461,12 @@ class Engine:
 
     def _join(self, job: Job) -> None:
         """Let a request whose prompt has run decode with the others of its adapter."""
-        rounds, group = job.rounds, self._groups.get(job.adapter)
+        rounds = job.rounds
         assert rounds is not None
+        adapters = rounds.session.adapters
+        group = self._groups.get(adapters)
         if group is None:
-            self._groups[job.adapter] = rounds
+            self._groups[adapters] = rounds
         else:
             try:
                 group.join(rounds)
@@ -471,7 +475,7 @@ class Engine:
                     if not self._spared(job, error):  # nothing has changed
                         self._drop(job, error)
                 else:
-                    self._fail(job.adapter, error)
+                    self._fail(adapters, error)
                 return
         job.rounds = job.session = None
 
@@ -490,9 +494,9 @@ class Engine:
         rows = {id(row) for row in group.rows}
         return [job for job in self._running.values() if id(job.row) in rows]
 
-    def _fail(self, adapter: str | None, error: Exception) -> None:
+    def _fail(self, adapters: tuple[int, ...], error: Exception) -> None:
         """A group cannot go on."""
-        group = self._groups[adapter]
+        group = self._groups[adapters]
         jobs = self._of(group)
         self._leave(jobs)
         for job in jobs:

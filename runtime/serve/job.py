@@ -27,7 +27,6 @@ class Job:
     id: int
     prepared: Prepared
     ticket: Ticket
-    adapter: str | None
     arrived: float
     given: Handed | None = None
     hands: bool = False

@@ -74,6 +74,11 @@ class Session:
         return self._core.batch
 
     @property
+    def adapters(self) -> tuple[int, ...]:
+        """The numbers of the adapters that it opened with: rows join where both have the same."""
+        return tuple(one.number for one in self._core.laid)
+
+    @property
     def vocab_size(self) -> int:
         """Size of the vocabulary, V."""
         return self._core.vocab_size
