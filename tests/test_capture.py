@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import Dim
 
 from accel import CaptureError, PassError, optimize
-from accel.compiler.smoke.tiny_models import CONTEXT, small_model
+from accel.compiler.smoke.tiny_models import CONTEXT, small_config, small_model
 from accel.ir.capture.capture import capture
 from accel.ir.capture.examples import example
 from accel.ir.program import Program
@@ -238,6 +238,20 @@ def test_the_attention_implementation_is_left_as_it_was(monkeypatch):
     assert model.config._attn_implementation == "eager"
     names = {str(n.target) for n in program.nodes()}
     assert "aten.scaled_dot_product_attention.default" in names, "captured in the shorter form"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}]
+)
+def test_a_scale_that_sdpa_would_leave_out_is_kept(fields):
+    from transformers import GPT2LMHeadModel
+
+    model = models.randomise(GPT2LMHeadModel(small_config("gpt2", **fields)), "gpt2")
+    fused = parity.logits(model, torch.arange(9)[None])
+    program = capture(model)
+    model.set_attn_implementation("eager")
+    assert (parity.logits(model, torch.arange(9)[None]) - fused).abs().max() > 0.1
+    same(program, model)
 
 
 # Precision and ties

@@ -182,6 +182,15 @@ def _as_json(config: Any) -> dict[str, Any]:
     return told
 
 
+def _fused_leaves_out(text: Any) -> bool:
+    """Whether transformers' sdpa ignores what a configuration says of the scores: a soft cap, GPT-2's own scales."""
+    return (
+        bool(getattr(text, "attn_logit_softcapping", None))
+        or bool(getattr(text, "scale_attn_by_inverse_layer_idx", False))
+        or getattr(text, "scale_attn_weights", True) is False
+    )
+
+
 def _swaps(model: Any, modules: dict[str, nn.Module], text: Any, kind: Kind) -> Swaps:
     """What is changed while the module is captured."""
     indexers = tuple(n for n, m in modules.items() if is_indexer(m))
@@ -191,6 +200,6 @@ def _swaps(model: Any, modules: dict[str, nn.Module], text: Any, kind: Kind) -> 
         chunked=tuple(n for n, m in modules.items() if is_chunked(m)),
         rotaries=tuple(n for n, m in modules.items() if turns_anew(m)),
         indexers=indexers,
-        written_attention=bool(getattr(text, "attn_logit_softcapping", None)) or bool(indexers),
+        written_attention=bool(indexers) or _fused_leaves_out(text),
         experts=can_choose and bool(model._can_set_experts_implementation()),
     )

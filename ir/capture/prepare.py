@@ -82,8 +82,8 @@ def inference_mode(model: Any, traits: ModelTraits) -> Iterator[None]:
 
 def _choose_forms(model: Any, swaps: Swaps) -> None:
     """The forms that export: sdpa, or written-out attention where sdpa is missing or leaves something
-    out (a soft cap; causality, beside a sparse choice of keys); experts as batched products, without a
-    loop over what each token chose.
+    out (a soft cap; a scale by the layer; causality, beside a sparse choice of keys); experts as batched
+    products, without a loop over what each token chose.
     """
     try:
         model.set_attn_implementation("eager" if swaps.written_attention else "sdpa")
