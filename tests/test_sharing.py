@@ -11,6 +11,7 @@ import torch
 import accel
 from accel.compiler.layer_summary import groups, summaries
 from accel.compiler.pipeline import pipeline
+from accel.compiler.smoke.clone import own_logits
 from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.arch.cla import ClaConfig
 from accel.ir.capture.capture import capture
@@ -162,6 +163,7 @@ def gemma3n():
             got = ready(ids, torch.arange(21)[None])
     assert (got - cached).abs().max() < 1e-4 * cached.abs().max()
     assert (got - apart).abs().max() > 0.01
+    assert torch.equal(own_logits(model, ids), cached)
     return model
 
 

@@ -16,6 +16,7 @@ from accel.compiler.assemble import assemble
 from accel.compiler.smoke import smoke as smoke_module
 from accel.compiler.smoke.clone import clone, depth, shrunk
 from accel.compiler.smoke.source import small_model
+from accel.compiler.smoke.tiny_models import small_config
 from accel.passes.check import NumericCheck
 from accel.passes.weights.float16 import Float16
 from accel.runtime.session.observers.canvas import CanvasState
@@ -158,6 +159,15 @@ def test_every_recipe_in_its_own_sizes(recipes):
     found = accel.smoke(models.tiny().eval(), recipes, ["onnx"])
     assert found.ok and found.seconds > 0
     assert {c.recipe for c in found.cells} >= set(SOME)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("gemma2", {"attn_logit_softcapping": 2.0}), ("gpt2", {"scale_attn_by_inverse_layer_idx": True})],
+)  # fmt: skip
+def test_what_the_fused_attention_leaves_out_is_in_the_reference(name, fields):
+    found = accel.smoke(small_config(name, **fields), ["base"], ["eager"])
+    assert [c.status for c in found.cells] == ["right"], found.cells
 
 
 def test_every_target():

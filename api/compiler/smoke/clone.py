@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.compiler.smoke.tiny_models import randomise
+from accel.compiler.smoke.tiny_models import randomise, written_out
 from accel.ir.capture.adapter import Adapter
 from accel.ir.capture.inspect import inspect
 from accel.ir.capture.logits import logits_of
@@ -105,7 +105,7 @@ def _made(config: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
         raise CaptureError(
             f"it has {count:,} parameters, more than the limit for a small model, {_MOST:,}"
         )
-    model = randomise(make(config), str(config.model_type))
+    model = written_out(randomise(make(config), str(config.model_type)))
     tokens = torch.arange(1, 11).reshape(2, 5)
     if not bool(own_logits(model, tokens).isfinite().all()):
         raise CaptureError("its logits are not finite with random weights")
@@ -125,7 +125,8 @@ def own_logits(model: nn.Module, tokens: Tensor, source: Tensor | None = None) -
             given = {traits.input_name: source, "decoder_input_ids": tokens}
             return logits_of(model(**given, use_cache=False)).float()
         if traits.kind is Kind.DECODER:
-            return logits_of(model(input_ids=tokens, use_cache=False)).float()
+            # layers that read the keys of another one find them in a cache only
+            return logits_of(model(input_ids=tokens, use_cache=traits.shares_kv)).float()
         positions = torch.arange(tokens.shape[1]).repeat(tokens.shape[0], 1)
         logits: Tensor = Adapter(model, traits)(tokens, positions)
         return logits.float()

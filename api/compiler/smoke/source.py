@@ -14,7 +14,7 @@ from accel.compiler.load.config import auto_class, check_type, read_config, refu
 from accel.compiler.load.gguf import open_gguf
 from accel.compiler.load.gguf._file import is_gguf
 from accel.compiler.smoke.clone import clone
-from accel.compiler.smoke.tiny_models import randomise, small_config
+from accel.compiler.smoke.tiny_models import randomise, small_config, written_out
 from accel.ir.capture.inspect import inspect
 from accel.ir.errors import CaptureError, unknown
 
@@ -102,7 +102,7 @@ def _cloned(config: Any, make: Any = None, trust_remote_code: bool = False) -> S
 def _of_type(name: str) -> Source:
     """A model type of transformers in its default form."""
     check_type(name, "model type")
-    model = randomise(of_config(small_config(name)), name)
+    model = written_out(randomise(of_config(small_config(name)), name))
     return _source(name, model, [])
 
 

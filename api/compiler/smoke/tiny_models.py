@@ -108,7 +108,6 @@ _OWN: dict[str, dict[str, Any]] = {
         "attention_head_dim": 2 * HIDDEN // HEADS, "attention_hidden_size": 2 * HIDDEN, "use_mem_rope": True,
     },
 }  # fmt: skip
-_UNFUSED = ("glm_moe_dsa",)  # its choice of keys looks ahead in transformers' fused form
 # Computed by the configuration out of other fields, which have shrunk.
 _DERIVED = {
     "qk_head_dim",
@@ -198,23 +197,29 @@ def _layers(default: dict[str, Any], wanted: int) -> int:
 
 
 def small_model(model_type: str, tied: bool = False) -> nn.Module:
-    """A small random-weight causal language model of a type; its text part where it has others.
-
-    Attention is written out where the fused form leaves a cap on the scores out, or is not causal.
-    """
+    """A small random-weight causal language model of a type; its text part where it has others."""
     import torch
     from transformers import AutoModelForCausalLM
 
     config = small_config(model_type, tie_word_embeddings=tied)
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    form = {"attn_implementation": "eager"} if capped or model_type in _UNFUSED else {}
     with torch.random.fork_rng():
         torch.manual_seed(0)  # of what `randomise` leaves as the type's own code made it
         try:
-            model = AutoModelForCausalLM.from_config(config, **form)
+            model = AutoModelForCausalLM.from_config(config)
         except AttributeError:  # a configuration of several parts: the class takes the text's
-            model = AutoModelForCausalLM.from_config(config.get_text_config(), **form)
-    return randomise(model, model_type)
+            model = AutoModelForCausalLM.from_config(config.get_text_config())
+    return written_out(randomise(model, model_type))
+
+
+def written_out(model: nn.Module) -> nn.Module:
+    """The model with its attention written out where transformers' fused form leaves something out: a cap on the
+    scores, a scale by the layer, or that later tokens are hidden.
+    """
+    from accel.ir.capture.inspect import inspect
+
+    if inspect(model).swaps.written_attention:
+        model.set_attn_implementation("eager")  # type: ignore[operator]
+    return model
 
 
 def randomise(model: nn.Module, name: str, embedding: float = 0.4) -> nn.Module:
