@@ -133,6 +133,28 @@ def test_factors_that_agree_set_no_limit():
     assert worst(program, model, LONGEST) < 1e-5
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("longer", "ends"), [(3.0, ORIGINAL), (1.0, LONGEST)])
+def test_a_scale_that_changes_with_the_length_is_held_too(longer, ends):
+    """Phi-3.5-MoE takes frequencies and a scale by the length of each call."""
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    config = PhimoeConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LONGEST, num_local_experts=4, rope_parameters={
+            "rope_theta": 100.0, "rope_type": "longrope", "original_max_position_embeddings": ORIGINAL,
+            "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [longer, 1.5, 2.0, 2.5],
+            "short_mscale": 1.2, "long_mscale": 1.2, "factor": 4.0},
+    )  # fmt: skip
+    model = randomise(PhimoeForCausalLM(config), "phimoe")
+    rotary = model.model.rotary_emb
+    before = dict(vars(rotary))
+    program = rewritten(model)
+    assert program.facts.max_context == ends and vars(rotary) == before
+    for length in (1, ends - 1, ends):
+        assert worst(program, model, length) < 1e-5
+
+
 def test_dynamic_scaling_ends_where_it_sets_in():
     model = llama(longest=40, rope_type="dynamic", factor=2.0)
     (rotary,) = [m for m in model.modules() if hasattr(m, "rope_type")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,15 +104,30 @@ def _tables(module: nn.Module, length: int) -> list[Tensor]:
     return tables
 
 
+def _asks(module: nn.Module) -> bool:
+    """Whether a rotary embedding takes its frequencies and a scale by the length of each call, as Phi-3.5-MoE's."""
+    return type(module).__name__ == "PhimoeRotaryEmbedding"
+
+
 @contextlib.contextmanager
 def _rotary_held(module: Any) -> Iterator[None]:
     """Short sequences' frequencies, whatever the length."""
     kinds, buffers = module.rope_type, dict(module._buffers)
-    _tables(module, 1)
+    first, *_ = _tables(module, 1)
+    own = (
+        {name: getattr(module, name) for name in ("rope_init_fn", "config")}
+        if _asks(module)
+        else {}
+    )
+    if own:
+        found = module.rope_init_fn(module.config, first.device, 1)[0], float(first[0, 0, 0])
+        module.rope_init_fn = lambda *_: found
+        module.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
     module.rope_type = dict.fromkeys(kinds, "held") if isinstance(kinds, dict) else "held"
     try:
         yield
     finally:
+        vars(module).update(own)
         module.rope_type = kinds
         module._buffers.clear()
         module._buffers.update(buffers)
