@@ -40,8 +40,10 @@ def _spell_sum(program: Program, node: fx.Node) -> None:
     with node.graph.inserting_before(node):
         product = editor.call(aten.bmm.default, a, b, like=node)
         scaled = editor.call(aten.mul.Tensor, product, node.kwargs.get("alpha", 1), like=node)
-        offset = editor.call(aten.mul.Tensor, added, node.kwargs.get("beta", 1))
-        new = editor.call(aten.add.Tensor, scaled, offset, like=node)
+        new = scaled
+        if beta := node.kwargs.get("beta", 1):  # with 0 it may hold no numbers, as of torch.empty
+            offset = editor.call(aten.mul.Tensor, added, beta)
+            new = editor.call(aten.add.Tensor, scaled, offset, like=node)
     replace(node, new)
 
 
