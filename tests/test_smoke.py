@@ -170,6 +170,14 @@ def test_what_the_fused_attention_leaves_out_is_in_the_reference(name, fields):
     assert [c.status for c in found.cells] == ["right"], found.cells
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_in_half_precision_is_compared_in_float32(own):
+    given = models.tiny().bfloat16() if own else small_config("llama", dtype="bfloat16")
+    found = accel.smoke(given, ["base"], ["eager"])
+    assert [c.status for c in found.cells] == ["right"], found.cells
+    assert not own or next(given.parameters()).dtype is torch.bfloat16, "the user's stays as it was"
+
+
 def test_every_target():
     """A lossy recipe is approximate and says by how much."""
     found = accel.smoke(models.tiny().eval(), ["base", "float16"])

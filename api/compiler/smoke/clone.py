@@ -105,7 +105,10 @@ def _made(config: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
         raise CaptureError(
             f"it has {count:,} parameters, more than the limit for a small model, {_MOST:,}"
         )
-    model = written_out(randomise(make(config), str(config.model_type)))
+    model = make(
+        config
+    ).float()  # as accel computes; a checkpoint's configuration often says bfloat16
+    model = written_out(randomise(model, str(config.model_type)))
     tokens = torch.arange(1, 11).reshape(2, 5)
     if not bool(own_logits(model, tokens).isfinite().all()):
         raise CaptureError("its logits are not finite with random weights")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from accel.compiler.load.config import auto_class, check_type, read_config, refuse
@@ -125,8 +127,11 @@ def _source(name: str, model: nn.Module, notes: list[str]) -> Source:
 
 
 def _as_it_is(model: nn.Module, name: str) -> Source:
-    note = "used unchanged: its own sizes and weights"
-    return Source(name, model.eval(), notes=[note])
+    notes = ["used unchanged: its own sizes and weights"]
+    if any(p.is_floating_point() and p.dtype is not torch.float32 for p in model.parameters()):
+        model = copy.deepcopy(model).float()
+        notes.append("compared in float32, in which accel computes")
+    return Source(name, model.eval(), notes=notes)
 
 
 def _called(reference: str) -> nn.Module:
