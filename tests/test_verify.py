@@ -16,9 +16,22 @@ from accel.runtime.tree import Siblings, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 from accel.runtime.verify._residual import ratio
 
-from .verify_case import AXIS, CHAINS, DRAFTS, Stuck, World, distance, gap, outcomes, sampled
+from .verify_case import (
+    AXIS,
+    CHAINS,
+    DRAFTS,
+    Stuck,
+    World,
+    distance,
+    gap,
+    generated,
+    outcomes,
+    sampled,
+    takes,
+)
 
 NAMES = AXIS.names()
+DRAWN = ("specinfer-tree", "spectr-kseq")  # which take siblings that were drawn independently
 EXACT = [n for n in NAMES if AXIS.method(n).grade != "approximate"]
 
 
@@ -180,7 +193,45 @@ def test_logits_that_are_no_numbers(name, sampler):
         logits[row, 1] = np.nan
         target = Target(Tree.chain([0, 0]), logits, np.zeros(0, np.int64), sampler)
         with pytest.raises(AccelError, match="not numbers"):
-            AXIS.build(name)(target, Chance(Stuck(0.0)))
+            list(target.taken(AXIS.build(name)(target, Chance(Stuck(0.0)))))
+
+
+class Fails(Standard):
+    """Lets nothing follow a 0."""
+
+    def distribution(self, logits, seen):
+        if seen.size and seen[-1] == 0:
+            raise InputError("nothing")
+        return super().distribution(logits, seen)
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("draft", ["other", "holes", "chosen"])
+@pytest.mark.parametrize("parents", [(-1, 0), (-1, -1, 0, 1)], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", EXACT)
+def test_an_error_comes_as_often_as_without_a_draft(name, parents, draft):
+    """Behind a node it is an outcome like a token: -1 here, which only itself follows."""
+    rule, world = AXIS.build(name), World(sampled(), draft, seed=3, replacement=name in DRAWN)
+    if not takes(rule, parents, draft, world.replacement):
+        parents = CHAINS[2]
+        world = World(sampled(), draft, seed=3)
+
+    def plainly(seen, chance):
+        return (-1,) if seen and seen[-1] < 1 else (chance.draw(world.law(seen)),)
+
+    def drafting(seen, chance):
+        if seen and seen[-1] < 1:
+            return (-1,)
+        tree, logits = world.tree(parents, world.drafted(parents, seen, chance), seen)
+        target = Target(tree, logits, np.array(seen, np.int64), Fails(1.0))
+        new = []
+        try:
+            new += (token for token, _ in target.taken(rule(target, chance)))
+        except InputError:
+            new.append(-1)
+        return tuple(new)
+
+    assert distance(generated(drafting, 3), generated(plainly, 3)) < 1e-6
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not AXIS.method(n).branches])

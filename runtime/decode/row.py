@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from typing import Any, Protocol
 
@@ -105,6 +105,18 @@ class Row:
                 raise InputError("this loop gives no logprobs; leave logprobs unset")
             self.logprobs.append(self._score(token, logits))
         self._take(token)
+
+    def accept_all(self, tokens: Iterable[tuple[int, Logits]]) -> None:
+        """Take tokens, each with its logits as in `accept`, up to the row's end; an error fails it behind those
+        before.
+        """
+        try:
+            for token, logits in tokens:
+                self.accept(token, logits)
+                if self.finish:
+                    return
+        except Exception as error:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """It cannot go on, because of an error of its own: of its sampler, its processors or its text."""

@@ -161,10 +161,7 @@ class _Rounds(Rounds):
         row, tree, before = self._rows[i], Tree.chain(self._pending[i]), len(self._rows[i].tokens)
         target = Target(tree, logits[: len(tree) + 1], row.seen, row.sampler)
         verdict = match(target, self._chances[i])
-        for token, line in target.taken(verdict):
-            row.accept(token, line)
-            if row.finish:
-                break
+        row.accept_all(target.taken(verdict))
         stood = min(len(verdict.path), len(row.tokens) - before)
         row.drafting.update(rounds=len(tree) > 0, drafted=len(tree), accepted=stood)
         if len(tree):

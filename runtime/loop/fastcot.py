@@ -136,13 +136,12 @@ class _Rounds(Rounds):
         row, tree, before = self._rows[i], Tree.chain(ids), len(self._rows[i].tokens)
         target = Target(tree, logits[: ids.size + 1], row.seen, row.sampler)
         verdict = match(target, self._chances[i])
-        said = [
-            int(target.scores(node).argmax()) for node in range(len(verdict.path), ids.size)
-        ]  # after each guess that falls
-        for token, line in target.taken(verdict):
-            row.accept(token, line)
-            if row.finish:
+        said = list[int]()  # after each guess that falls
+        for node in range(len(verdict.path), ids.size):
+            if target.ends(node):
                 break
+            said.append(int(target.scores(node).argmax()))
+        row.accept_all(target.taken(verdict))
         stood = min(len(verdict.path), len(row.tokens) - before)
         self._guesses[i] = np.array(said, np.int64)
         row.drafting.update(rounds=ids.size > 0, drafted=ids.size, accepted=stood)

@@ -177,10 +177,7 @@ class _Rounds(Rounds):
         window, nodes = logits[end - call.grid.shape[1] : end], logits[end : call.columns.size]
         target = Target(call.tree, np.concatenate([logits[:1], nodes]), row.seen, row.sampler)
         verdict = match(target, self._chances[i])
-        for token, line in target.taken(verdict):
-            row.accept(token, line)
-            if row.finish:
-                break
+        row.accept_all(target.taken(verdict))
         taken = len(row.tokens) - before
         self._windows[i].learn(call, window)
         self._windows[i].note(row.seen, taken)

@@ -124,6 +124,7 @@ class _Rounds(Rounds):
         if not any(map(len, trees.values())):
             return self._plain(list(trees), start, told=limit > 0)
         held, kept = self._session.lengths, dict[int, list[int]]()
+        before = {i: len(self._rows[i].tokens) for i in trees}
         called = perf_counter()
         branches = any(tree.branch is not None for tree in trees.values())
         logits = self._called(trees, branches)
@@ -141,7 +142,7 @@ class _Rounds(Rounds):
             self._weigh(kept, back, self._drafting / max(call, 1e-9), whole)
         self._rows[0].clock(self._drafting, call, whole)  # for all
         self._rows[0].beside = max(self._rows[0].beside, self._drafters.kv_bytes)
-        return [(i, token) for i in kept for token in self._rows[i].tokens[-len(kept[i]) :]]
+        return [(i, token) for i in trees for token in self._rows[i].tokens[before[i] :]]
 
     def _cost(self, drafted: int) -> float:
         """Of a round that drafts so many tokens for each row, in plain steps."""
@@ -261,11 +262,9 @@ class _Rounds(Rounds):
             return [0]
         target = Target(tree, logits, row.seen, row.sampler)
         verdict = self._rule(target, self._chances[i])
-        self._observe(i, tree, verdict, logits)
-        for token, line in target.taken(verdict):
-            row.accept(token, line)
-            if row.finish:
-                break
+        if verdict.token < logits.shape[1]:
+            self._observe(i, tree, verdict, logits)
+        row.accept_all(target.taken(verdict))
         taken = len(row.tokens) - before
         stood = min(len(verdict.path), taken)
         levels = int(tree.depths.max())

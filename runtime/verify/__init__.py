@@ -70,6 +70,7 @@ class Target:
         self._size = seen.size
         self._ids = np.concatenate([seen, np.zeros(tree.depths.max(initial=0), np.int64)])
         self._laws: dict[int, Distribution] = {}
+        self._errors: dict[int, Exception] = {}
 
     @cached_property
     def choices(self) -> list[int] | None:
@@ -78,23 +79,41 @@ class Target:
         return None if found is None else found.tolist()
 
     def taken(self, verdict: Verdict) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-        """The tokens of a verdict, each with the logits [V] that it follows from."""
+        """The tokens of a verdict, each with the logits [V] that it follows from. Raises the error of a path whose end
+        nothing follows.
+        """
         before = ROOT
         for node in verdict.path:
             yield int(self.tree.tokens[node]), self._logits[before + 1]
             before = node
+        if before in self._errors:
+            raise self._errors[before]
         yield verdict.token, self._logits[before + 1]
 
     def law(self, node: int) -> Distribution:
-        """What the token after a node, or after ROOT, is drawn from. Raises AccelError where the logits are
-        not numbers.
+        """What the token after a node, or after ROOT, is drawn from.
+
+        A node may be behind the row's end, or fall. So an error there, of the request's functions, its grammar or the
+        logits, is the outcome "a token beyond the vocabulary" (`ends`); after ROOT it is raised.
         """
         if node not in self._laws:
-            self._laws[node] = self._sampler.distribution(self._logits[node + 1], self._seen(node))
+            try:
+                law = self._sampler.distribution(self._logits[node + 1], self._seen(node))
+            except Exception as error:
+                if node == ROOT:
+                    raise
+                self._errors[node] = error
+                law = Distribution(np.array([self._logits.shape[1]]), np.ones(1), random=False)
+            self._laws[node] = law
         return self._laws[node]
 
+    def ends(self, node: int) -> bool:
+        """Whether nothing may follow a node: there is an error behind it."""
+        self.law(node)
+        return node in self._errors
+
     def scores(self, node: int) -> npt.NDArray[np.float32]:
-        """The logits [V] after a node, or after ROOT, with penalties; raises as `law`."""
+        """The logits [V] after a node that does not end, or after ROOT, with penalties."""
         return self._sampler.scores(self._logits[node + 1], self._seen(node))
 
     def _seen(self, node: int) -> Ints:

@@ -18,7 +18,7 @@ def longest(target: Target, chance: Chance, after: Callable[[int], Stands]) -> V
     for node, (parent, token) in enumerate(
         zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
     ):
-        if parent not in ranks:
+        if parent not in ranks or target.ends(parent):
             continue
         if parent not in tests:
             tests[parent] = after(parent)

@@ -11,6 +11,7 @@ from accel.ir.recipe import Recipe
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import fastcot
@@ -19,6 +20,7 @@ from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
 
 from ..draft_case import plain, rows_of
+from .test_logits_processors import held_to
 
 PROMPTS = [[5, 17, 200, 3, 88], [9], list(range(40, 61))]
 WARM = Standard(temperature=0.3, top_k=4)
@@ -98,6 +100,15 @@ def test_with_passes_enough_it_is_plain_decoding(toy, sampler):
         assert got == want and not parts and calls <= 30
         assert window or calls == 30
     assert sum(row.drafting["accepted"] for row in rows)
+
+
+def test_guesses_end_where_nothing_may_follow(toy):
+    """The guesses come there, and the text never does."""
+    want = plain(toy.session(batch=3), rows_of(PROMPTS, limit=30))
+    rows = rows_of(PROMPTS, limit=30)
+    for row in rows:
+        row.sampler = Processed(Standard(), toy.vocab, processors=[held_to(PROMPTS, want)])
+    assert run(toy, rows, 6, 30)[0] == want
 
 
 def test_a_row_that_writes_the_answer_itself_goes_on_by_itself(toy):

@@ -130,6 +130,23 @@ def test_drafts_may_go_on_behind_a_text_that_ends_without_an_end_token(toy, toke
         assert sum(row.drafting["accepted"] for row in got) > 6
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sampler", [Standard(), Standard(temperature=0.01)], ids=str)
+def test_a_function_may_fail_behind_a_rows_end(toy, rule, sampler):
+    """The draft goes on behind the end token, and the row does not."""
+    (found,) = plain(toy.session(), rows_of(PROMPTS[:1], limit=12))
+    last = next(n for n in range(3, 12) if found.index(found[n]) == n)
+
+    def fails(ids, logits):
+        return logits if ids.size <= len(PROMPTS[0]) + last else 1 / 0
+
+    (row,) = rows_of(PROMPTS[:1], sampler, limit=12, eos=[found[last]])
+    row.sampler = Processed(sampler, toy.vocab, processors=[fails])
+    with toy.session() as session:
+        list(speculated(session, [row], Known({tuple(PROMPTS[0]): found}), rule))
+    assert (row.tokens, row.finish) == (found[: last + 1], "eos") and row.drafting["accepted"]
+
+
 def held_to(prompts, want):
     """A function that lets nothing follow tokens that are not those of a row's text."""
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, want, strict=True)]
@@ -339,6 +356,7 @@ def test_a_session_outlives_a_function_that_fails_in_a_round(toy, rows):
         assert [row.tokens for row in fails] == [
             w[: len(row.tokens)] for row, w in zip(fails, want, strict=True)
         ]
+        assert [row.seen.size for row in fails if row.error] == [30], "tokens before the error fell"
         held = [row.seen[: session.lengths[i]] for i, row in enumerate(fails)]
         for got, ids in zip(session.run([[7]] * 3), held, strict=True):
             np.testing.assert_allclose(
