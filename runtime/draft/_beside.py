@@ -8,11 +8,13 @@ from typing import Self
 
 import numpy as np
 
+from accel.ir.errors import AccelError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft._by_logits import ByModel
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.sample import Base as Sampler
 from accel.runtime.speculation.follow import Follower
 
 CHAIN = 4  # tokens of a draft that would have been
@@ -103,12 +105,11 @@ class Beside(ByModel):
         each after it: how many tokens, and how many of them stand.
         """
         row, drafts, stood = self.rows[i], list[tuple[int, int]](), 0
-        logits, law = logits[:, : self._vocab], row.sampler.distribution
+        logits = logits[:, : self._vocab]
         said = row.sampler.choices(logits)
         if said is None:
-            said = np.array(
-                [law(line, row.seen[:n]).tokens[0] for n, line in enumerate(logits, first)]
-            )
+            lines = enumerate(logits, first)
+            said = np.array([_choice(row.sampler, line, row.seen[:n]) for n, line in lines])
         for stands in (said == row.seen[first : first + said.size]).tolist():
             stood += stands
             if not stands or stood == CHAIN:
@@ -118,3 +119,11 @@ class Beside(ByModel):
 
     def close(self) -> None:
         self._follower.close()
+
+
+def _choice(sampler: Sampler, logits: Logits, seen: Ints) -> int:
+    """The token that a greedy sampler takes after `seen`; -1: none, because of an error there, as in `ByModel.law`."""
+    try:
+        return int(sampler.distribution(logits, seen).tokens[0])
+    except AccelError:
+        return -1

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from accel.ir.errors import InputError
+from accel.ir.errors import AccelError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import picked
@@ -51,15 +51,16 @@ class ByModel(Drafters):
 
     def law(self, row: int, logits: Logits, seen: Ints) -> Distribution | None:
         """What may follow tokens [n], by a row's sampler and what the model says [V]; None where the request lets
-        nothing follow them: the row's own text may never come there, and fails by itself where it does.
+        nothing follow them, or the model says no numbers: the row's own text may never come there, and fails by itself
+        where it does.
         """
         try:
             return self.said(row, logits, seen)
-        except InputError:
+        except AccelError:
             return None
 
     def said(self, row: int, logits: Logits, seen: Ints) -> Distribution:
-        """The same; raises InputError where nothing may follow."""
+        """The same; raises AccelError where nothing may follow."""
         return self.rows[row].sampler.distribution(logits, seen)
 
     def observe(self, row: int, tree: Tree, verdict: Verdict, logits: Logits) -> None:

@@ -13,7 +13,7 @@ from time import perf_counter
 import numpy as np
 
 from accel.ir.axis import count
-from accel.ir.errors import InputError, RecipeError
+from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
@@ -250,7 +250,9 @@ class _Rounds(Rounds):
                     others = rank if row.sampler.greedy and not step.tokens else 0
                     try:
                         token = _pick(step.row, logits, others)
-                    except InputError:  # the request lets no such token follow
+                    except (
+                        AccelError
+                    ):  # the request lets no such token follow, or the draft has no numbers
                         break
                     step.accept(token, None)
                 if step.whole and (new := draft.add(parent, step.tokens)) is not None:

@@ -190,6 +190,18 @@ def test_who_looks_back_first_gives_the_same_tokens(toy, groups, penalty):
     assert drafted[0.0] > 60 and drafted[50.0] < 10
 
 
+@pytest.mark.parametrize("costs", [None, COSTS], ids=["drafts", "looks back"])
+@pytest.mark.parametrize("sampler", [Standard(), Standard(repetition_penalty=1.01)], ids=str)
+def test_a_model_that_says_no_numbers_drafts_nothing(toy, groups, costs, sampler):
+    target = Beside(toy, np.nan, costs=Costs((1, 32), (1e-4, 1e-4))).target
+    want = plain(toy.session(batch=3), rows_of(groups[0], sampler, limit=40))
+    with toy.session(batch=3) as session:
+        rows = rows_of(groups[0], sampler, limit=40)
+        list(speculated(session, rows, Model(), "spec-chain", model=target, costs=costs))
+    assert [row.tokens for row in rows] == want
+    assert not any(row.drafting["drafted"] for row in rows)
+
+
 @pytest.mark.parametrize(("size", "drafted"), [(100, 8), (42, 0), (36, 4), (30, 8)])
 def test_a_text_may_be_longer_than_the_draft_model_reads(toy, size, drafted):
     """It goes by the end of a long prompt, and drafts until what came since fills its context; of 36 and 42 tokens it
