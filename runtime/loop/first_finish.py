@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.errors import InputError, RecipeError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
@@ -24,7 +24,8 @@ class FirstFinish(Base):
     """`samples` per prompt, one token of each per call; a greedy request has one, because all would be
     equal. The first sample
     equals plain decoding with the same seed. If several reach eos or a stop string in one call, the first is
-    used; if none does in time, the one with the highest mean log-probability.
+    used; if none does in time, the one with the highest mean log-probability. A sample that the request lets nothing
+    follow is dropped.
     """
 
     samples: int = count(4, most=256)
@@ -50,17 +51,23 @@ class _Samples(BeamGroup):
         self._worth = np.zeros(self._count)  # the sum of the log-probabilities of each one's tokens
 
     def step(self, logits: Logits) -> list[int]:
-        parents = list(range(self._count))
-        if len(self.branches) < self._count:  # the prompt's
-            (first,) = self.branches
-            self.branches = [
-                first,
-                *(first.branch(rng) for rng in first.rng.spawn(self._count - 1)),
-            ]
+        parents = list(range(len(self.branches)))
+        (first, *others) = self.branches
+        if not first.tokens and not others:  # the prompt's
+            self.branches += [first.branch(rng) for rng in first.rng.spawn(self._count - 1)]
             parents, logits = [0] * self._count, np.repeat(logits, self._count, axis=0)
-        for branch, row in zip(self.branches, logits, strict=True):
-            branch.accept(branch.pick(row), row)
-        drawn = logits[np.arange(self._count), [branch.tokens[-1] for branch in self.branches]]
+        goes_on, stuck = np.ones(len(self.branches), np.bool_), list[InputError]()
+        for n, (branch, row) in enumerate(zip(self.branches, logits, strict=True)):
+            try:
+                branch.accept(branch.pick(row), row)
+            except InputError as error:
+                goes_on[n] = False
+                stuck.append(error)
+        self.branches = [branch for branch, on in zip(self.branches, goes_on, strict=True) if on]
+        if not self.branches:
+            raise stuck[0]
+        logits, self._worth = logits[goes_on], self._worth[goes_on]
+        drawn = logits[np.arange(len(logits)), [branch.tokens[-1] for branch in self.branches]]
         top = logits.max(1)
         self._worth += drawn - top - np.log(np.exp(logits - top[:, None]).sum(1, dtype=np.float64))
         ended = [branch for branch in self.branches if branch.finish in ("eos", "stop")]
@@ -68,4 +75,4 @@ class _Samples(BeamGroup):
             self.best = ended[0]
         elif self.branches[0].finish:  # all of them, for want of room
             self.best = self.branches[int(self._worth.argmax())]
-        return parents
+        return [parent for parent, on in zip(parents, goes_on, strict=True) if on]

@@ -238,6 +238,34 @@ def test_where_none_ends_the_likeliest_is_taken(toy):
     assert len(taken) > 1
 
 
+def test_a_sample_that_nothing_may_follow_is_dropped(toy):
+    """Another one is taken; where none is left, the request fails."""
+
+    def taken(seed, *processors):
+        (row,) = rows_of(PROMPTS[:1], WARM, seed, limit=5)
+        row.sampler = Processed(WARM, toy.vocab, processors=processors)
+        with toy.session() as session:
+            run(FirstFinish(3), session, [row])
+            assert session.lengths.tolist() == [row.seen.size - 1]
+        return row.tokens
+
+    def held(ids, logits, texts):
+        dead = ids[len(PROMPTS[0]) :].tolist() in [text[:4] for text in texts]
+        return np.full_like(logits, -np.inf) if dead else logits
+
+    dropped = 0
+    for seed in range(6):
+        samples = [s.tokens for s in samples_of(toy, PROMPTS[0], 3, seed, limit=5)]
+        best = taken(seed)
+        others = [s for s in samples if s[:4] != best[:4]]
+        if others:
+            assert taken(seed, partial(held, texts=[best])) in others
+            dropped += 1
+        with pytest.raises(InputError, match="-inf for every token"):
+            taken(seed, partial(held, texts=samples))
+    assert dropped > 2
+
+
 def test_greedy_samples_are_one(toy):
     with toy.session() as session:
         got = run(FirstFinish(4), session, rows_of(PROMPTS[:1]))
@@ -269,6 +297,9 @@ class Stops:
     def __call__(self, token):
         self.times += token == self.token
         return self.times == 2
+
+    def end(self):
+        return False
 
     def branch(self):
         return Stops(self.token, self.times)
