@@ -37,8 +37,8 @@ class SelfInfill(Base):
     """For models that were trained to fill in the middle. Where the likeliest token has a probability below
     `threshold`, and the line does not have the text `suffix` yet, the rest of the text is written first: it begins with
     `suffix` and ends where the request's texts do. Then the middle is written until it joins. Where it does not, or the
-    rest is empty or repeats itself, the text goes on from left to right. `randomly`: it is interrupted below the
-    threshold with a probability of 1 to a half, the less sure the likelier.
+    rest is empty or repeats itself, or the request lets nothing follow, the text goes on from left to right.
+    `randomly`: it is interrupted below the threshold with a probability of 1 to a half, the less sure the likelier.
 
     `loops` further times, the text before the rest stays and goes on from left to right; then a text is filled in
     whose rest begins as the new one does, up to its last `suffix`. With `threshold` = 0 and no loops the output is
@@ -217,7 +217,7 @@ class _Filler:
                 before, rest = yield from self._looped(
                     before, rest, last=turn + 1 == self._method.loops
                 )
-            except _Full:
+            except (_Full, InputError):
                 break
         for token, told in [*before, *rest]:
             self._row.accept(token, told)
@@ -233,7 +233,7 @@ class _Filler:
             while True:
                 if infills and self._unsure(text, line):
                     found = None
-                    with suppress(_Full):
+                    with suppress(_Full, InputError):  # the request may let nothing follow there
                         found = yield from self._filled(text, start + len(parts), [], self._begin)
                     if found is not None:
                         return parts + found[0], found[1]

@@ -21,6 +21,7 @@ from accel.runtime.sample.standard import Standard
 from accel.runtime.session.session import Session
 
 from ..draft_case import plain, rows_of
+from .test_logits_processors import held_to
 
 PROMPTS = [[5, 17, 200, 3, 88], [9], list(range(40, 61)), [7, 8, 99], [1, 2], [250, 30, 30]]
 NAMES = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>"]
@@ -222,6 +223,19 @@ def test_with_a_threshold_of_0_it_is_plain_decoding(toy, tokenizer):
             want = plain(toy.session(batch=3), rows_of(prompts, sampler, limit=24))
             rows = rows_of(PROMPTS[:3], sampler, limit=24)
             assert run(toy, tokenizer, rows, {"threshold": 0}, bos)[0] == want
+
+
+def test_a_text_that_nothing_may_follow_is_not_filled_in(toy, tokenizer):
+    """It goes on from left to right, where the request lets it."""
+    want, _ = run(toy, tokenizer, rows_of(PROMPTS, limit=24), {"threshold": 0})
+    for loops in (0, 1):
+        rows = rows_of(PROMPTS, limit=24)
+        for row in rows:
+            row.sampler = Processed(Standard(), 320, processors=[held_to(PROMPTS, want)])
+        got, asked = run(toy, tokenizer, rows, {"threshold": 0.9, "loops": loops})
+        suffix = tokenizer.vocabulary[NAMES[1]]
+        assert got == want
+        assert all(any(suffix in ids for _, ids in asked[prompt[0]]) for prompt in PROMPTS)
 
 
 def test_loops_keep_what_is_before_the_rest(toy, tokenizer):
