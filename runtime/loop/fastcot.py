@@ -71,6 +71,7 @@ class _Rounds(Rounds):
         self._chances = [Chance(row.rng) for row in rows]
         self._guesses: list[Ints] = [np.zeros(0, np.int64) for _ in rows]
         self._reasons = [True] * len(rows)  # whether a row still writes its rationale
+        self._forced: list[Ints] = [np.zeros(0, np.int64) for _ in rows]  # to be taken as they are
         self._left = method.passes - 1
         self._answer: Ints = np.zeros(0, np.int64)
         self._found: list[_Finder] = []
@@ -83,16 +84,19 @@ class _Rounds(Rounds):
         live, rows, held = self.live, self._rows, self._session.lengths
         for i, found in enumerate(self._found):
             self._reasons[i] &= not found()
-        ends = not self._left
+        if not self._left:
+            for i in live:
+                self._forced[i] = self._given(i)
+            self._reasons = [False] * len(rows)
         room = self._session.room
-        behind = {i: self._behind(i, int(room[i]), ends) for i in live}
+        behind = {i: self._behind(i, int(room[i])) for i in live}
         before = {i: len(rows[i].tokens) for i in live}
         start = perf_counter()
         logits = self._called(behind)
         spent = perf_counter() - start
         try:
             for i, ids in behind.items():
-                judge = self._judge if self._reasons[i] and not ends else self._take
+                judge = self._judge if self._reasons[i] else self._take
                 try:
                     judge(i, ids, logits[i])
                 except Exception as error:
@@ -101,26 +105,26 @@ class _Rounds(Rounds):
             taken = [len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)]
             if (held + taken < self._session.lengths).any():
                 self._session.rewind(np.minimum(held + taken, self._session.lengths))
-        if ends:
-            self._reasons = [False] * len(rows)
         self._left = max(0, self._left - 1)
         rows[0].clock(0.0, spent, perf_counter() - start)  # for all
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
-    def _behind(self, i: int, room: int, ends: bool) -> Ints:
-        """What a row's call runs after its newest token: guesses; or at the end of its rationale those left and the
-        answer's beginning.
-        """
-        row, guesses = self._rows[i], self._guesses[i]
+    def _given(self, i: int) -> Ints:
+        """What a row is to take as it is: at the end of its rationale the guesses left, and the answer's beginning."""
         if not self._reasons[i]:
-            return self._guesses[i][:0]
-        if ends:
-            over = [place for place, token in enumerate(guesses) if row.ends(token)]
-            taken = guesses[: over[0] if over else None]
-            return np.concatenate([taken, self._answer])[: row.left]
-        size = min(self._method.window, self._reach, row.left - 1, room - 1)
-        known = np.array([row.tokens[-1], *guesses], np.int64)
-        return np.pad(known, (0, self._method.window), mode="edge")[1 : 1 + size]
+            return self._forced[i]
+        guesses = self._guesses[i]
+        over = [place for place, token in enumerate(guesses) if self._rows[i].ends(token)]
+        return np.concatenate([guesses[: over[0] if over else None], self._answer])
+
+    def _behind(self, i: int, room: int) -> Ints:
+        """What a row's call runs after its newest token: guesses, or behind its rationale what it takes as it is."""
+        row, most = self._rows[i], self._method.window
+        size = min(self._reach, row.left - 1, room - 1)
+        if not self._reasons[i]:
+            return self._forced[i][:size]
+        known = np.array([row.tokens[-1], *self._guesses[i]], np.int64)
+        return np.pad(known, (0, most), mode="edge")[1 : 1 + min(most, size)]
 
     def _called(self, behind: dict[int, Ints]) -> Logits:
         """The logits [B,T,V] after each row's newest token and after each that follows."""
@@ -149,13 +153,15 @@ class _Rounds(Rounds):
             row.drafts[ids.size, stood] += 1
 
     def _take(self, i: int, ids: Ints, logits: Logits) -> None:
-        """Let a row take tokens as they are, up to its end, and pick the one that follows."""
-        row = self._rows[i]
+        """Let a row take tokens as they are, up to its end, and then the next one of these or the one that it picks."""
+        row, rest = self._rows[i], self._forced[i][ids.size :]
+        self._forced[i] = rest[1:]
         for token, line in zip(ids.tolist(), logits, strict=False):
             row.accept(token, line)
             if row.finish:
                 return
-        row.accept(row.pick(logits[ids.size]), logits[ids.size])
+        line = logits[ids.size]
+        row.accept(int(rest[0]) if rest.size else row.pick(line), line)
 
 
 class _Finder:

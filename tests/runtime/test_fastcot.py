@@ -18,6 +18,7 @@ from accel.runtime.loop import fastcot
 from accel.runtime.loop.fastcot import FastCoT
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
+from accel.runtime.session.session import Session
 
 from ..draft_case import plain, rows_of
 from .test_logits_processors import held_to
@@ -142,6 +143,23 @@ def test_rows_end_within_what_is_taken(toy, ends):
             assert given[len(given) - len(begins) :] == begins
             assert not set(ends["eos"]) & set(given[: len(given) - len(begins)])
     assert "eos" not in ends or len(parts[0][1]) < len(free[2][0][1])
+
+
+def test_an_answer_is_taken_in_calls_that_a_session_has_room_for(toy, monkeypatch):
+    """As of caches that are about to encode tokens: a wider call would read other values."""
+    want, few, _ = run(toy, rows_of(PROMPTS), 0, 1)
+    run_, widths = Session.run, []
+
+    def spied(self, tokens, *given, **more):
+        widths.append(np.shape(tokens)[1])
+        return run_(self, tokens, *given, **more)
+
+    monkeypatch.setattr(Session, "run", spied)
+    monkeypatch.setattr(Session, "room", property(lambda self: np.array([2, 9, 1])))
+    got, calls, _ = run(toy, rows_of(PROMPTS), 0, 1)
+    assert got == want and calls > few
+    (ids,) = {len(Tokenizer(toy.path / "tokenizer.json").encode(ANSWER, special=False))}
+    assert max(widths) == 1 + ids <= 9
 
 
 def test_bad_input(toy):
