@@ -28,6 +28,9 @@ class Watch(Protocol):
     def __call__(self, token: int) -> bool:
         """Whether a stop string was reached with it."""
 
+    def end(self) -> bool:
+        """No more tokens come: whether a stop string was in what waited for them."""
+
     def branch(self) -> Watch | None:
         """Another that goes on from here by itself; None where there is nothing to wait for."""
 
@@ -137,7 +140,8 @@ class Row:
         elif stopped or self.sampler.complete(self.seen):
             self.finish = "stop"
         elif len(self.tokens) == self._room:
-            self.finish = self._at_end
+            stopped = self._watch is not None and self._watch.end()
+            self.finish = "stop" if stopped else self._at_end
 
     def numbers(self) -> dict[str, Any]:
         """All that a row of the same request lacks to go on from here, as JSON: its tokens and its random numbers."""

@@ -33,8 +33,15 @@ class Transcript:
         self._pieces.append(piece)
         return stopped
 
+    def end(self) -> bool:
+        """See `row.Watch`."""
+        if self._matcher is None:
+            return False
+        self._end()
+        return self._matcher.stopped
+
     def branch(self) -> Transcript | None:
-        """See `loop.Watch`. Its text is of the tokens from here on."""
+        """See `row.Watch`. Its text is of the tokens from here on."""
         if self._matcher is None or self._stream is None:
             return None
         other = copy(self)
@@ -59,6 +66,11 @@ class Transcript:
 
     def finish(self) -> str:
         """The remaining text at the end of a row."""
+        self._end()
+        return self.take()
+
+    def _end(self) -> None:
+        """Take what was held back."""
         if not self._finished and self._stream is not None:
             self._finished = True
             piece = self._stream.finish()
@@ -66,7 +78,6 @@ class Transcript:
                 passed, stopped = self._matcher.push(piece)
                 piece = passed if stopped else passed + self._matcher.finish()[0]
             self._pieces.append(piece)
-        return self.take()
 
     def text(self, tokens: list[int]) -> str:
         """All of it; `tokens` are those that were pushed."""

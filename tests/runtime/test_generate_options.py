@@ -227,6 +227,11 @@ def test_finish_and_stop_reason(model):
         model.facts.eos = before
     stopped = model.generate([4, 5], 12, eos=[], stop=["never", word])
     assert stopped.finish_reason == ["stop"] and stopped.stop_reason == [word]
+    text = free.text[0]
+    stops = [f"{text[-3:]}never", text[-2:]]  # where the text ends, the first one may still come
+    waited = model.generate([4, 5], 12, eos=[], stop=stops)
+    assert waited.text == [text[:-2]] and waited.tokens == free.tokens
+    assert waited.finish_reason == ["stop"] and waited.stop_reason == [text[-2:]]
     full = model.generate(np.arange(1300) % 7, 5)
     assert full.finish_reason == ["length"] and full.stats["finish"] == ["context"]
 
