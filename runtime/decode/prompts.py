@@ -1,8 +1,7 @@
-"""The prompts of a group of rows, and the first token of each."""
+"""The prompts of a group of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from time import perf_counter
 
 import numpy as np
@@ -41,15 +40,3 @@ def _run(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
     for row in rows:
         row.began = perf_counter()
     return logits
-
-
-def first_tokens(session: Session, rows: list[Row]) -> Iterator[tuple[int, int]]:
-    """Run the prompts of all rows that run, and let each accept the token that it picks: (row, token)."""
-    live = [i for i, row in enumerate(rows) if not row.finish]
-    if not live:
-        return
-    logits = prompted(session, rows)
-    for i in live:
-        token = rows[i].pick(logits[i, 0])
-        rows[i].accept(token, logits[i, 0])
-        yield i, token

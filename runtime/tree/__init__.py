@@ -107,10 +107,6 @@ class Tree:
             mask[node + 1] |= mask[parent + 1]
         return mask
 
-    def positions(self, first: int) -> Ints:
-        """Of the tokens of that call, [N+1]; `first` is the position of the last committed one."""
-        return first + np.concatenate([[0], self.depths])
-
     def children(self, node: int) -> Sequence[int]:
         """The nodes after a node or ROOT, in the order in which they were drawn, one as often as it was."""
         return self._children.get(node, ())

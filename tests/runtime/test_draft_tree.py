@@ -14,7 +14,6 @@ TOKENS = np.array([4, 2, 4, 0, 1, 1])
 def test_form():
     tree = Tree(TOKENS, FORM)
     assert tree.depths.tolist() == [1, 1, 2, 2, 3, 2]
-    assert tree.positions(7).tolist() == [7, 8, 8, 9, 9, 10, 9]
     assert [list(tree.children(n)) for n in range(ROOT, 6)] == [
         [0, 1],
         [2, 3],
@@ -36,7 +35,6 @@ def test_form():
 def test_a_chain_is_a_tree(count):
     tree = Tree.chain(list(range(count)), np.full((count, 5), 0.2))
     assert (len(tree), tree.branch) == (count, None)
-    assert tree.positions(3).tolist() == list(range(3, 4 + count))
     assert np.array_equal(tree.mask, np.tri(count + 1, dtype=bool))
 
 

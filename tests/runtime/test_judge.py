@@ -8,7 +8,7 @@ import pytest
 from accel.ir.errors import InputError
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx.backend import OrtBackend
-from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.prompts import prompted
 from accel.runtime.loop import Base
 from accel.runtime.model.compiled import CompiledModel
 
@@ -20,14 +20,16 @@ class Asks(Base):
     judges = True
 
     def tokens(self, session, rows, context):
-        yield from first_tokens(session, rows)
-        while not rows[0].finish:
+        logits = prompted(session, rows)
+        while True:
+            rows[0].accept(rows[0].pick(logits[0, 0]), logits[0, 0])
+            yield 0, rows[0].tokens[-1]
+            if rows[0].finish:
+                return
             logits = session.run([[rows[0].tokens[-1]]])
             if context.judge is not None and not context.judge("drafted", str(rows[0].tokens[-1])):
                 rows[0].finish = "stop"
                 return
-            rows[0].accept(rows[0].pick(logits[0, 0]), logits[0, 0])
-            yield 0, rows[0].tokens[-1]
 
 
 @pytest.fixture(scope="module")
