@@ -165,9 +165,8 @@ class Opened:
         ]
         facts = SimpleNamespace(depth=SimpleNamespace(plan=[0, 0]), layers=[], parameters=1)
         masks = Diffusion(size, shift=True)  # if it fills any
-        beside = SimpleNamespace(
-            session=self.session, tokenizer=None, facts=SimpleNamespace(kv=None, diffusion=masks)
-        )
+        own = SimpleNamespace(kv=None, diffusion=masks, max_batch=self.batch)
+        beside = SimpleNamespace(session=self.session, tokenizer=None, facts=own)
         model = SimpleNamespace(draft_model=beside, tokenizer=None, facts=facts)
         methods = {"tree": self.shape, "verify": Walked(self.rule, chance), "length": self.length}
         drafters = self.method.open(target, rows, DecodeContext(methods, None, model))

@@ -19,6 +19,7 @@ from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.inputs.text import same_tokens
 from accel.runtime.session.session import Session
+from accel.runtime.speculation.follow import empty
 from accel.runtime.tree import Tree
 
 OWN = "diffusion"  # of accel.reference: the bundled model that fills masks
@@ -58,7 +59,7 @@ class Gad(Base):
             theirs = draft_model.costs
             cost = theirs.seconds[-1] / theirs.tokens[-1] / known.seconds[0]
         return _Blocks(
-            draft_model.session(len(rows)),
+            empty(draft_model, len(rows)),
             draft_model.facts.diffusion,
             rows,
             session.vocab_size,

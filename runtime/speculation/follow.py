@@ -14,6 +14,7 @@ from accel.runtime.decode.context import DecodeContext, Model
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import same_tokens
 from accel.runtime.inputs.token_log import Log
+from accel.runtime.session.session import Session
 
 TAIL, BACK, WIDE = (
     16,
@@ -39,13 +40,21 @@ def second(context: DecodeContext, loop: Method) -> Model:
     return model.draft_model
 
 
+def empty(model: Model, batch: int) -> Session:
+    """An empty session of so many rows, more than `max_batch` where the target's are samples of one prompt."""
+    session = model.session(min(batch, model.facts.max_batch))
+    if session.batch < batch:
+        session.select(np.arange(batch) % session.batch)
+    return session
+
+
 class Follower:
     """It holds a part of each row's committed tokens, and maybe a draft behind them that fell. Raises InputError where
     sessions of the model cannot take a draft back.
     """
 
     def __init__(self, model: Model, batch: int, trees: bool = False):
-        self._session = model.session(batch)
+        self._session = empty(model, batch)
         self._log = Log(batch)  # what it holds
         self._sure = np.zeros(batch, np.int64)  # tokens of it that will not change
         self.cut = np.zeros(batch, np.int64)  # tokens at a row's beginning that it leaves out

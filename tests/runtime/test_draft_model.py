@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import InputError
+from accel.runtime.artifact.artifact import open_artifact
+from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.decode.costs import Costs
+from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.draft import _by_logits
 from accel.runtime.draft.model import Model
+from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
 from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.session import Session
@@ -67,7 +71,9 @@ class Beside:
 
     @property
     def facts(self):
-        return SimpleNamespace(vocab_size=self.vocabulary, max_context=self.context)
+        return SimpleNamespace(
+            vocab_size=self.vocabulary, max_context=self.context, max_batch=self.toy.batch
+        )
 
 
 @pytest.fixture
@@ -109,6 +115,24 @@ def test_it_saves_calls_and_catches_up_in_one(toy, groups):
     )
     with pytest.raises(InputError, match="closed"):
         beside.opened.run([[1]])
+
+
+def test_samples_of_a_prompt_may_be_more_than_a_batch(toy):
+    """As without drafts: a prompt of the target's session is repeated, however many rows that are."""
+    artifact = open_artifact(toy.path)
+    tables = {
+        "loop": {"use": "speculative"},
+        "draft": {"use": "model"},
+        "verify": {"use": "sample-match"},
+    }
+
+    def made(**more):
+        return CompiledModel(OrtBackend(artifact), artifact.facts, artifact=artifact, **more)
+
+    with made(recipe={"tables": tables}, draft_model=made()) as model, made() as plainly:
+        asked = SamplingParams(6, temperature=1.0, seed=2, n=toy.batch + 1)
+        want = plainly.generate([5, 17, 200], sampling_params=asked)
+        assert model.generate([5, 17, 200], sampling_params=asked).tokens == want.tokens
 
 
 def test_rows_that_sleep_are_caught_up_in_one_call(toy):

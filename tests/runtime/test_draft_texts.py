@@ -157,7 +157,7 @@ def test_tokens_are_the_targets(pair, toy, rule, temperature):
         session=session,
         tokenizer=there,
         costs=costs,
-        facts=SimpleNamespace(vocab_size=320, eos=(0,)),
+        facts=SimpleNamespace(vocab_size=320, eos=(0,), max_batch=3),
     )
     with target() as opened:
         rows = rows_of(group, sampler, limit=40)

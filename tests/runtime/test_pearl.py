@@ -53,7 +53,8 @@ def context(toy, every=3, costs=None, fails=0):
     def session(batch):
         return toy.session(batch=batch, wrap=lambda backend: Errs(backend, every, fails))
 
-    beside = SimpleNamespace(session=session, tokenizer=None)
+    facts = SimpleNamespace(max_batch=toy.batch)
+    beside = SimpleNamespace(session=session, tokenizer=None, facts=facts)
     return DecodeContext(costs=costs, model=SimpleNamespace(draft_model=beside, tokenizer=None))
 
 

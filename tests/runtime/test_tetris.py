@@ -50,7 +50,7 @@ def drafts(length, rule, sampler, seed=0, rows=4):
     def session(batch):
         return Counted(says, says, SIZE, batch)
 
-    facts = SimpleNamespace(kv=None, vocab_size=SIZE, max_context=64)
+    facts = SimpleNamespace(kv=None, vocab_size=SIZE, max_context=64, max_batch=rows)
     beside = SimpleNamespace(session=session, tokenizer=None, facts=facts)
     model = SimpleNamespace(draft_model=beside, tokenizer=None, facts=facts)
     context = DecodeContext({"tree": Chain(), "verify": rule, "length": length}, None, model)
