@@ -7,17 +7,21 @@ import torch
 
 import accel
 from accel.compiler.assemble import assemble
-from accel.ir.errors import RecipeError
+from accel.ir.errors import InputError, RecipeError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.program import compute
 from accel.ir.recipe import Recipe
 from accel.ir.sizes import FEW
 from accel.passes.kv.select.retro_attention import RetroAttention
 from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.loop.retro_attention import RetroAttention as Loop
 from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.sample.standard import Standard
 from accel.runtime.session.session import Session
 
+from .draft_case import rows_of
 from .select_case import Selecting, built, close, singles
 
 OPTIONS = {"tokens_read": 12, "page": 4, "dense_layers": 0}
@@ -281,6 +285,31 @@ def test_what_was_evicted_is_not_run_again():
     assert loop._again(Held, np.array([False, True, True]), 9) == 1
     assert loop._again(Held, np.array([False, False, True]), 9) == 3
     assert loop._again(Held, np.array([False, False, True]), 2) == 2
+
+
+def late(ids, logits):
+    return logits if ids.size < 44 else 1 / 0
+
+
+def test_a_round_that_is_left_is_whole(looped):
+    """One row's error and an iteration that is closed let the others take their tokens of it."""
+    for fails in (False, True):
+        rows = rows_of(PROMPTS, limit=20)
+        if fails:
+            rows[0].sampler = Processed(Standard(), looped.facts.vocab_size, processors=[late])
+        with looped.session(3) as session:
+            came = Loop(window=3).tokens(session, rows, DecodeContext())
+            if fails:
+                with pytest.raises(InputError, match="ZeroDivisionError"):
+                    list(came)
+            else:
+                for _ in range(7):
+                    next(came)
+                came.close()
+            taken = [len(row.tokens) for row in rows]
+            assert taken == ([4, 5, 5] if fails else [3, 3, 3])
+            held = [row.seen.size - (not row.error) for row in rows]
+            assert session.lengths.tolist() == held
 
 
 def test_every_way_through_a_session_is_that_of_the_oracle():

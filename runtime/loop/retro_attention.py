@@ -14,7 +14,7 @@ from accel.ir.sizes import FEW
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.prompts import prompted
 from accel.runtime.decode.row import Row
-from accel.runtime.loop import Base
+from accel.runtime.loop import Base, check_rows
 from accel.runtime.session.session import Session
 
 
@@ -44,12 +44,18 @@ class RetroAttention(Base):
         logits = prompted(session, rows)
         columns = np.zeros((len(rows), 0), np.int64)  # the newest tokens that the session holds
         while True:
-            new = np.zeros((len(rows), 1), np.int64)
-            for i in np.flatnonzero(live):
-                token = rows[i].pick(logits[i, 0])
-                rows[i].accept(token, logits[i, 0])
-                new[i], live[i] = token, not rows[i].finish
-                yield int(i), token
+            new, taken = np.zeros((len(rows), 1), np.int64), list[tuple[int, int]]()
+            for i in np.flatnonzero(live).tolist():
+                try:
+                    token = rows[i].pick(logits[i, 0])
+                    rows[i].accept(token, logits[i, 0])
+                except Exception as error:
+                    rows[i].fail(error)
+                else:
+                    taken.append((i, token))
+                    new[i], live[i] = token, not rows[i].finish
+            yield from taken
+            check_rows(rows)
             if not live.any():
                 return
             again = self._again(session, live, columns.shape[1])
