@@ -12,8 +12,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
 
-from accel.ir.capture.functional import without_writes
 from accel.ir.errors import PassError
+from accel.ir.functional import without_writes
 from accel.ir.program import Editor
 from accel.ir.specialization import no_specialization
 

@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from accel.ir.capture.encoder import INPUTS
 from accel.ir.capture.export import Exported
-from accel.ir.capture.functional import unchanged, without_writes
+from accel.ir.functional import unchanged, without_writes
 from accel.ir.program import Program
 from accel.ir.region import Entry
 from accel.ir.weights import Weights
