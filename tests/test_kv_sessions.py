@@ -80,6 +80,29 @@ def test_the_end_of_a_later_prompt_votes_however_it_is_cut(case, monkeypatch, cu
         assert np.array_equal(kept(cut)[layer], where)
 
 
+@pytest.mark.parametrize("when", ["prompt", "chunk"])
+def test_a_long_prompt_is_cut_alike_alone_and_beside_a_longer_one(case, monkeypatch, when):
+    """None of its graph calls has a single token, which would count as a generated one."""
+    case, lengths = case("h2o" if when == "prompt" else "snapkv"), [73, 90]
+    monkeypatch.setattr("accel.runtime.session.core.CHUNK", 70)
+    tokens, axes = case.tokens(2, 90), {"when": {"use": when}}
+    session, seen = case.session(2, **axes), []
+    step = session._core.step
+
+    def spied(ids, positions, *rest, **more):
+        seen.append((positions >= 0).sum(1).tolist())
+        return step(ids, positions, *rest, **more)
+
+    monkeypatch.setattr(session._core, "step", spied)
+    session.prompt(tokens, lengths)
+    assert seen == [[40, 57], [33, 33]]
+    for row, n in enumerate(lengths):
+        alone = case.session(1, **axes)
+        alone.prompt(tokens[[row], :n])
+        for layer, where in kept(alone).items():
+            assert np.array_equal(kept(session)[layer][[row]], where)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_kept_slot_holds_the_key_of_its_position(case, name):
     case = case(name)

@@ -137,3 +137,20 @@ def parts_of(tokens: int, most: int) -> Iterator[tuple[int, int]]:
             end = tokens - FEW - 1
         yield start, end
         start = end
+
+
+def row_parts(counts: Ints, most: int) -> Iterator[tuple[Ints, Ints]]:
+    """The columns of rows of `counts` [B] tokens, from [B] and to [B], in each graph call: of each row those that it
+    takes alone, so that its tokens lie in the same calls in any batch. A row has none behind its last.
+    """
+    if int(counts.max()) <= most:
+        each = [[(0, int(n))] for n in counts]
+    else:
+        each = [list(parts_of(int(n), most)) for n in counts]
+    for i in range(max(map(len, each)) if counts.any() else 0):
+        spans = [
+            parts[i] if i < len(parts) else (n, n)
+            for parts, n in zip(each, counts.tolist(), strict=True)
+        ]
+        start, end = np.array(spans, np.int64).T
+        yield start, end

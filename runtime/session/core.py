@@ -12,7 +12,7 @@ import numpy as np
 from accel.ir.errors import AccelError, InputError
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits, whole_tiles
-from accel.runtime.inputs.calls import call_tokens, check_no_plan, parts_of
+from accel.runtime.inputs.calls import call_tokens, check_no_plan, row_parts
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.flat import flat_call, pays
 from accel.runtime.session.observers.observer import SessionObserver
@@ -507,19 +507,20 @@ class SessionCore:
         gone = np.zeros_like(counts)
         if self._stays:  # buffers grow once, not with each part
             self.need([int((first - self.base + counts).max())])
-        for start, end in parts_of(int(counts.max()), CHUNK):
-            part = ids[:, start:end]
-            columns = np.arange(part.shape[1])
-            left = counts - start
-            before = first + np.minimum(counts, start) - gone
-            if start:
+        for start, end in row_parts(counts, CHUNK):
+            left = end - start
+            columns = np.arange(int(left.max()))
+            places = np.minimum(start[:, None] + columns, ids.shape[1] - 1)
+            part = np.take_along_axis(ids, places, axis=1)
+            before = first + start - gone
+            if start.any():
                 for one in observers:
                     one.rehearse(self, "part", before)
                 settled = self._settle("part", before, observers)
                 before, gone = settled, gone + before - settled
             real = columns < left[:, None]
             positions = np.where(real, before[:, None] + columns, -1)
-            ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
+            ends = (left > 0) & (end == counts)  # rows whose last token is in this chunk
             rows = (
                 np.where(ends, left - 1, 0)[:, None]
                 if last_only
@@ -530,8 +531,9 @@ class SessionCore:
             )
             if last_only:
                 out[ends] = logits[ends]
-            else:
-                np.copyto(out[:, start : start + part.shape[1]], logits, where=real[:, :, None])
+                continue
+            for row, (a, b) in enumerate(zip(start, end, strict=True)):
+                out[row, a:b] = logits[row, : b - a]
         return out
 
     def _settle(self, moment: str, lengths: Ints, observers: tuple[SessionObserver, ...]) -> Ints:

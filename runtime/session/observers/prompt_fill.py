@@ -9,7 +9,7 @@ import numpy as np
 from accel.ir.entries.fill import FILL
 from accel.ir.prefill import Fill
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
-from accel.runtime.inputs.calls import parts_of
+from accel.runtime.inputs.calls import row_parts
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -65,13 +65,12 @@ class PromptFill(SessionObserver):
         if longest < self.plan.least or (self.plan.whole and first.any()):
             return None
         chunk = longest if self.plan.whole else calls.chunk
-        for start, end in parts_of(longest, chunk):
-            part = tokens[:, start:end]
-            columns = start + np.arange(part.shape[1])
-            real = columns < fills[:, None]
+        for start, end in row_parts(fills, chunk):
+            columns = start[:, None] + np.arange(int((end - start).max()))
+            part = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
+            real = columns < end[:, None]
             positions = np.where(real, first[:, None] + columns, -1)
-            at = slots + np.minimum(fills, start)
-            calls.part(FILL.name, part, positions, at, int(real.sum()))
+            calls.part(FILL.name, part, positions, slots + start, int(real.sum()))
         left = counts - fills
         columns = fills[:, None] + np.arange(int(left.max()))
         real = columns < counts[:, None]
