@@ -8,6 +8,7 @@ from accel.ir.errors import InputError, RecipeError
 from accel.passes.kv.score.kvzip import KVzip
 from accel.passes.kv.score.laq import LAQ
 from accel.runtime.kv.budget.simlayerkv import SimLayerKV
+from accel.runtime.session.observers.eviction import EvictionState
 
 from .kv_case import close, decoded, evicting, kept, recipe, state
 from .kv_slots import AXES, SCALE, B, G, build, choose, sets, slots
@@ -25,8 +26,6 @@ def case(stateful):
 
 def spied(monkeypatch):
     """The inputs of each compression, the copy's among them."""
-    from accel.runtime.session.observers.eviction import EvictionState
-
     seen, whole = [], EvictionState.compress_inputs
 
     def listening(self, *args):
@@ -75,6 +74,20 @@ def test_the_last_token_of_a_later_prompt_votes(case, monkeypatch):
         own, last = (x["query_positions"][0] for x in seen)
         assert (own[-4:] == np.arange(end - 4, end)).all()
         assert (last == np.arange(end - 4, end + 3)).all()
+
+
+def test_a_row_without_new_tokens_stays_as_it_is(case):
+    """While others have a prompt, and are guessed for."""
+    one = case("laq")
+    tokens, session, alone = one.tokens(2, 49), one.session(2), one.session(1)
+    for given, rows in ((session, slice(0, 2)), (alone, slice(1, 2))):
+        given.prompt(tokens[rows, :30])
+    before = {layer: where[0] for layer, where in kept(session).items()}
+    session.prompt(tokens[:, 30:], [0, 19])
+    alone.prompt(tokens[1:, 30:])
+    for layer, where in kept(session).items():
+        assert np.array_equal(where[0], before[layer])
+        assert np.array_equal(where[1:], kept(alone)[layer])
 
 
 @pytest.mark.long

@@ -247,11 +247,12 @@ class EvictionState(SessionObserver):
         try:
             (mine,) = (o for o in other.observers if isinstance(o, EvictionState))
             mine._guesses = True  # so that it observes single tokens, the prompt's last among them
-            other.rewind(np.maximum(lengths - 1, 0))
-            logits = other.run(self._last[:, None], np.minimum(lengths, 1), True)
+            new = np.asarray(lengths > self.base, np.int64)  # rows that have a prompt's last token
+            other.rewind(lengths - new)
+            logits = other.run(self._last[:, None], new, True)
             other.end_prompt()
             for _ in range(min(self.plan.lookahead, calls.max_context - int(lengths.max()))):
-                logits = other.run(logits[:, 0].argmax(-1)[:, None], None, True)
+                logits = other.run(logits[:, 0].argmax(-1)[:, None], new, True)
             calls.count(other.calls, other.tokens, start)
             self._queries, self._query_positions = mine._queries, mine._query_positions
         finally:
