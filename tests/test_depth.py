@@ -142,6 +142,19 @@ def _gap(logits):
     return float((best[..., -1] - best[..., -2]).min())
 
 
+@pytest.mark.parametrize("name", ["calm", "unified-skip"])
+def test_a_later_prompt_of_one_token_runs_all_layers(deep, name):
+    options = {
+        "calm": {"first": 1, "every": 1, "threshold": 0.01},
+        "unified-skip": {"speedup": 2.0},
+    }
+    _, compiled = deep("llama", "eager", use=name, **options[name])
+    with compiled.session() as session:
+        session.prompt(TOKENS[:1, :9])
+        got = session.prompt(TOKENS[:1, 9:10])
+    assert far(got, compiled.logits(TOKENS[:1, :10])[:, -1:]) < 1e-4
+
+
 # shortgpt
 
 

@@ -97,9 +97,10 @@ def test_a_prompt_given_one_by_one_shows_its_queries(case):
         np.array_equal(a, b)
         for a, b in zip(kept(single).values(), kept(whole).values(), strict=True)
     )
-    single.run(tokens[:, :1])
     eviction = single.observer(EvictionState)
-    assert not eviction.observes(1) and eviction.observes(2)
+    for width, observed in ((1, False), (2, True)):
+        single.run(tokens[:, :width])
+        assert eviction.before(single._core.backend, width) == observed
 
 
 @pytest.mark.few(4)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import InputError
+from accel.runtime.session.observers.eviction import EvictionState
 
 from .kv_case import (
     FOREVER,
@@ -78,6 +79,39 @@ def test_the_end_of_a_later_prompt_votes_however_it_is_cut(case, monkeypatch, cu
         session.end_prompt()
     for layer, where in kept(whole).items():
         assert np.array_equal(kept(cut)[layer], where)
+
+
+@pytest.mark.parametrize("longest", [1, 6])
+def test_the_only_token_of_a_later_prompt_votes(case, longest):
+    """Alone, and beside a row whose prompt has more."""
+    case, tokens = case("snapkv"), case("snapkv").tokens(2, 42)
+    session = case.session(2)
+    session.prompt(tokens[:, :30])
+    session.run(tokens[:, 30:31])
+    session.prompt(tokens[:, 31 : 31 + longest], [1, longest])
+    alone = case.session(1)
+    alone.run(tokens[:1, :30])
+    alone.end_prompt()
+    alone.run(tokens[:1, 30:31])
+    alone.observer(EvictionState)._guesses = True  # single tokens are observed
+    alone.run(tokens[:1, 31:32])
+    alone.end_prompt()
+    for layer, where in kept(alone).items():
+        assert np.array_equal(kept(session)[layer][:1], where)
+
+
+def test_what_a_row_generates_does_not_vote_beside_one_that_is_empty(case):
+    case, tokens = case("snapkv"), case("snapkv").tokens(2, 42)
+    found = []
+    for rows in (1, 2):
+        session = case.session(rows)
+        session.prompt(tokens[:rows, :30], [30, 0][:rows])
+        for i in range(30, 36):
+            session.run(tokens[:rows, [i]], [1, 0][:rows])
+        session.prompt(tokens[:rows, 36:38], [2, 0][:rows])
+        found.append(kept(session))
+    for layer, where in found[0].items():
+        assert np.array_equal(found[1][layer][:1], where)
 
 
 @pytest.mark.parametrize("when", ["prompt", "chunk"])

@@ -90,6 +90,15 @@ def test_a_row_without_new_tokens_stays_as_it_is(case):
         assert np.array_equal(where[1:], kept(alone)[layer])
 
 
+def test_generated_tokens_are_not_repeated(case):
+    """Nor kept in the log, which would be copied with each."""
+    one = case("kvzip")
+    tokens, session = one.tokens(1, 40), one.session(1)
+    session.prompt(tokens[:, :30])
+    decoded(session, tokens[:, 30:35])
+    assert session.observer(EvictionState)._prompt.tokens is None
+
+
 @pytest.mark.long
 def test_without_guesses_laq_is_snapkv(case):
     found = {}

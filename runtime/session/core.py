@@ -156,7 +156,7 @@ class SessionCore:
         prompt: bool = False,
         coarse: bool = False,
     ) -> Logits:
-        """See `Session.run`; `prompt`: these are whole prompts of an empty session."""
+        """See `Session.run`; `prompt`: a prompt ends with these tokens."""
         if coarse:
             with self._coarse():
                 return self.run(tokens, lengths, last_only, run_layers, threshold, prompt)
@@ -167,12 +167,12 @@ class SessionCore:
         if not self._steered:
             check_no_plan(run_layers, threshold)
         for one in self.observers:
-            one.begin(backend, before, after, run_layers, threshold)
+            one.begin(backend, before, after, run_layers, threshold, prompt)
         try:
             self.catch_up()
             if last_only:
                 ids, counts = self._admit(ids, counts)
-            logits = self._ran(ids, counts, last_only, prompt)
+            logits = self._ran(ids, counts, last_only, prompt and not before.any())
             after = self._settle("call", after - self._gone, self.observers)
         except BaseException as error:
             self.undo(before, error)
@@ -335,7 +335,7 @@ class SessionCore:
     def begin_tree(self, after: Ints) -> None:
         """A call comes that may be given up again, in which rows would grow to `after` tokens."""
         for one in self.observers:
-            one.begin(self.backend, self.lengths, after, None, None)
+            one.begin(self.backend, self.lengths, after, None, None, False)
 
     def end_tree(self, tokens: Ints, positions: Ints, after: Ints) -> None:
         """Of that call rows keep tokens [B,n] at these positions, and then hold `after` of them."""

@@ -238,7 +238,7 @@ class Session:
                     return logits
                 if (shorter := one.shorten(core, ids, counts)) is not None:
                     tokens, lengths = ids, counts = shorter
-        logits = core.run(tokens, lengths, True, prompt=empty)
+        logits = core.run(tokens, lengths, True, prompt=True)
         for one in core.observers if empty else ():
             if (last := one.extend(core)) is not None:
                 logits = last

@@ -62,7 +62,7 @@ class Diary(SessionObserver):
             raise MemoryError(what)
         return result
 
-    def begin(self, backend, before, after, run_layers, threshold):
+    def begin(self, backend, before, after, run_layers, threshold, prompt):
         self._note(f"begin {before.tolist()} {after.tolist()}")
 
     def before(self, backend, width):

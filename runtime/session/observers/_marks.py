@@ -68,10 +68,12 @@ class Marks:
         begins = np.broadcast_to(where.reshape(-1), (batch,))
         return replace(self, next=Coming(table, begins, counts))
 
-    def begun(self, before: Ints, after: Ints) -> Marks:
-        """Rows shall grow from `before` to `after` tokens. Raises InputError where others were marked."""
+    def begun(self, before: Ints, after: Ints, prompt: bool) -> Marks:
+        """Rows shall grow from `before` to `after` tokens, `prompt`: to the end of one. Raises InputError where others
+        were marked.
+        """
         count = after - before
-        running = self.running | (count > 1)
+        running = self.running | (count > (0 if prompt else 1))
         found = replace(self, running=running)
         if self.next is None:
             return found

@@ -49,7 +49,13 @@ class EncoderInput(SessionObserver):
         return True
 
     def begin(
-        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
+        self,
+        backend: BackendSession,
+        before: Ints,
+        after: Ints,
+        run_layers: Any,
+        threshold: Any,
+        prompt: bool,
     ) -> None:
         """See SessionObserver."""
         if not self.encoded:

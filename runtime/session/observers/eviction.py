@@ -53,7 +53,6 @@ class EvictionState(SessionObserver):
         self.base: Ints = np.zeros(batch, np.int64)
         self._kept: Ints = np.zeros((len(plan.heads), batch), np.int64)
         self._calm: Ints = np.zeros(batch, np.int64)  # below these lengths there is nothing to drop
-        self._first = True  # no prompt has ended yet, so that single tokens may be one's
         self._queries: Arrays = {}
         self._query_positions = {  # of each stage
             stage: np.zeros((batch, 0), np.int64) for stage in sorted({0, *plan.stages.values()})
@@ -75,14 +74,13 @@ class EvictionState(SessionObserver):
     def _numbers(self) -> tuple[Any, ...]:
         """All that changes; nothing of it is written in place."""
         return (
-            *(self.base, self._kept, self._calm, self._first),
-            *(self._queries, self._query_positions, self._last, self._prompt, self._marks),
+            *(self.base, self._kept, self._calm, self._queries, self._query_positions),
+            *(self._last, self._prompt, self._marks),
         )
 
     def _restore(self, numbers: tuple[Any, ...]) -> None:
-        self.base, self._kept, self._calm, self._first = numbers[:4]
-        self._queries, self._query_positions, self._last = numbers[4:7]
-        self._prompt, self._marks = numbers[7:]
+        self.base, self._kept, self._calm, self._queries, self._query_positions = numbers[:5]
+        self._last, self._prompt, self._marks = numbers[5:]
 
     def numbers(self, backend: BackendSession) -> Arrays:
         """See SessionObserver."""
@@ -90,7 +88,6 @@ class EvictionState(SessionObserver):
             "base": self.base,
             "kept": self._kept,
             "calm": self._calm,
-            "first": np.array(self._first),
             "last": self._last,
         }
         found |= {f"queries/{name}": queries for name, queries in self._queries.items()}
@@ -100,7 +97,7 @@ class EvictionState(SessionObserver):
     def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
         """See SessionObserver."""
         self.base, self._kept, self._calm = numbers["base"], numbers["kept"], numbers["calm"]
-        self._first, self._last = bool(numbers["first"]), numbers["last"]
+        self._last = numbers["last"]
         self._queries = {n: numbers[f"queries/{n}"] for n in _under("queries/", numbers)}
         self._query_positions = {s: numbers[f"positions/{s}"] for s in self._query_positions}
         self._prompt, self._marks = PromptLog.of(len(lengths), numbers), Marks.of(numbers)
@@ -146,7 +143,6 @@ class EvictionState(SessionObserver):
         """See SessionObserver."""
         self.base, self._calm = stacked(self.base, other.base), stacked(self._calm, other._calm)
         self._kept = stacked(self._kept, other._kept, axis=1)
-        self._first = self._first and other._first
         known = {**other._queries, **self._queries}
         self._queries = {
             name: stacked(self._heard(name, known), other._heard(name, known), right=(1,))
@@ -168,10 +164,16 @@ class EvictionState(SessionObserver):
         return self._queries.get(name, np.zeros((self.base.size, 0, *like.shape[2:]), like.dtype))
 
     def begin(
-        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
+        self,
+        backend: BackendSession,
+        before: Ints,
+        after: Ints,
+        run_layers: Any,
+        threshold: Any,
+        prompt: bool,
     ) -> None:
         """See SessionObserver."""
-        marks = self._marks.begun(before, after)
+        marks = self._marks.begun(before, after, prompt)
         self._before, self._question = self._numbers, None
         begins = marks.running & ~self._marks.running
         self._calm = np.where(begins, 0, self._calm)  # a prompt may have a budget of its own
@@ -206,16 +208,18 @@ class EvictionState(SessionObserver):
 
     def before(self, backend: BackendSession, width: int) -> bool:
         """See SessionObserver."""
-        return self.observes(width)
+        return self._observes()
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """See SessionObserver."""
         if self.plan.lookahead:
             self._last = last_tokens(self._last, tokens, positions)
-        if self.plan.repeats and (tokens.shape[1] > 1 or self._first):
-            self._prompt = self._prompt.add(tokens, positions)
-        if queries and self.observes(tokens.shape[1]):
-            self.observe(queries, positions)
+        asked = np.where(self._marks.running[:, None], positions, -1)  # those of prompts
+        if self.plan.repeats and (asked >= 0).any():
+            self._prompt = self._prompt.add(tokens, asked)
+        if queries and self._observes():
+            every = self.plan.when.single or self._guesses
+            self.observe(queries, positions if every else asked)
 
     def rehearse(self, calls: Calls, moment: str, lengths: Ints) -> None:
         """See SessionObserver."""
@@ -273,16 +277,13 @@ class EvictionState(SessionObserver):
         """See SessionObserver."""
         return self.base.copy() if self.plan.moves else lengths
 
-    def observes(self, tokens: int) -> bool:
-        """Whether the queries of a call of so many tokens are needed."""
-        if not self.plan.observe:
-            return False
-        asked = tokens > 1 or self._first or self.plan.when.single or self._guesses
-        return asked or bool(self._marks.running.any())  # the last of a prompt may be one alone
+    def _observes(self) -> bool:
+        """Whether the queries of a call are needed."""
+        asked = self.plan.when.single or self._guesses or bool(self._marks.running.any())
+        return asked and self.plan.observe > 0
 
     def end_prompt(self, lengths: Ints) -> None:
-        """Single tokens from here on are generated ones, unless nothing was there yet."""
-        self._first = not self._queries
+        """Single tokens from here on are generated ones, but those of rows that hold nothing yet."""
         self._marks = self._marks.ended(lengths)
         self._calm = np.zeros_like(lengths)
         self._prompt = PromptLog(len(self.base))
@@ -352,7 +353,6 @@ class EvictionState(SessionObserver):
         self._query_positions = {
             n: np.where(rows[:, None], -1, where) for n, where in self._query_positions.items()
         }
-        self._first |= bool(rows.all())
         self._prompt, self._marks = self._prompt.forget(rows), self._marks.forget(rows)
 
     def check(self, wanted: Ints, lengths: Ints) -> None:

@@ -60,22 +60,30 @@ class LayerSchedule(SessionObserver):
         return Capabilities(width=None if same else 1, joins=same, chunks=same)
 
     def begin(
-        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
+        self,
+        backend: BackendSession,
+        before: Ints,
+        after: Ints,
+        run_layers: Any,
+        threshold: Any,
+        prompt: bool,
     ) -> None:
         """Let the backend session know what the call runs (`controls`), where that is news."""
-        controls = self.controls(run_layers, threshold, before, after)
+        controls = self.controls(run_layers, threshold, before, after, prompt)
         self._before = before
         if controls is not self._sent:
             backend.control(controls.arrays(self.depth))
             self._sent = controls
 
-    def controls(self, run_layers: Any, threshold: Any, before: Ints, after: Ints) -> Controls:
-        """What the next call sends, in which rows grow from `before` to `after` tokens [B].
+    def controls(
+        self, run_layers: Any, threshold: Any, before: Ints, after: Ints, prompt: bool
+    ) -> Controls:
+        """What the next call sends, in which rows grow from `before` to `after` tokens [B]; `prompt`: of a prompt.
 
         By default a prompt runs all layers, and single tokens after it the recipe's. Raises
         InputError.
         """
-        decoding = bool((after - before).max() == 1 and before.min() > 0)
+        decoding = not prompt and bool((after - before).max() == 1 and before.min() > 0)
         found = self._decode if decoding else self._whole
         if run_layers is not None:
             plan, usual = self._checked(run_layers), found.threshold

@@ -188,9 +188,17 @@ class SessionObserver:
     # A call
 
     def begin(
-        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
+        self,
+        backend: BackendSession,
+        before: Ints,
+        after: Ints,
+        run_layers: Any,
+        threshold: Any,
+        prompt: bool,
     ) -> None:
-        """Rows shall grow from `before` to `after` tokens. Raises InputError, and then knows what it knew."""
+        """Rows shall grow from `before` to `after` tokens; `prompt`: a prompt ends with these. Raises InputError, and
+        then knows what it knew.
+        """
 
     def reads(self, backend: BackendSession, coarse: bool) -> bool:
         """Let the graph calls that follow read the cache coarsely, or all of it as before. Whether they can."""

@@ -71,10 +71,16 @@ class UnitGroups(SessionObserver):
         return True
 
     def begin(
-        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
+        self,
+        backend: BackendSession,
+        before: Ints,
+        after: Ints,
+        run_layers: Any,
+        threshold: Any,
+        prompt: bool,
     ) -> None:
         """See SessionObserver."""
-        marks = self._marks.begun(before, after) if self.plan.marks else self._marks
+        marks = self._marks.begun(before, after, prompt) if self.plan.marks else self._marks
         self._before, self._marks = self._marks, marks
 
     def before(self, backend: BackendSession, width: int) -> bool:

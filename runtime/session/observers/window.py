@@ -52,6 +52,7 @@ class WindowState(SessionObserver):
         after: Ints,
         run_layers: object,
         threshold: object,
+        prompt: bool,
     ) -> None:
         """See SessionObserver."""
         self._lengths = before
