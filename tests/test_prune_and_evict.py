@@ -7,6 +7,7 @@ import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
+from accel.runtime.backends.eager import EagerSession
 
 from .prefill_case import LENGTHS, TOKENS, built, far
 
@@ -203,3 +204,34 @@ def test_a_choice_by_a_few_queries_counts_what_was_absorbed():
     found = {"use": "lazyllm", **AXES["prefill.prune"].small("lazyllm")}
     first, second = (prompted(built("llama", t, tables, **found)) for t in ("eager", "onnx"))
     assert np.isfinite(first).all() and far(first, second) < 1e-4
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_prompt_that_fails_leaves_nothing_to_the_next(monkeypatch, fails):
+    """The queries of the parts that had run do not vote on it."""
+    model, shorter = pruned("promptdistill", "snapkv"), LENGTHS - 6
+    want = prompted(model, lengths=shorter)
+    with model.session(3) as session:
+        part, made = EagerSession.part, []
+
+        def failing(self, entry, given):
+            made.append(entry)
+            if len(made) > fails:
+                raise MemoryError
+            return part(self, entry, given)
+
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(EagerSession, "part", failing)
+            session.prompt(ROWS, LENGTHS)
+        assert session.lengths.tolist() == [0, 0, 0]
+        out = [session.prompt(ROWS, shorter)]
+        out += [session.run(TOKENS[:, [i]]) for i in range(30, 34)]
+    assert far(np.concatenate(out, axis=1), want) < 1e-4
+
+
+def test_a_prompt_of_which_layers_drop_tokens_may_be_marked():
+    model = pruned("promptdistill", "finch")
+    with model.session(1) as session:
+        session.mark(question=20)
+        session.prompt(ROWS[:1])
+        session.run(TOKENS[:1, [30]])

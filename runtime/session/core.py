@@ -332,6 +332,18 @@ class SessionCore:
         """See `Calls`."""
         return self._chunks(tokens, counts, first, True, listeners)
 
+    @contextmanager
+    def whole_prompt(self, counts: Ints) -> Iterator[None]:
+        """See `Calls`."""
+        before = self.lengths
+        for one in self.observers:
+            one.begin(self.backend, before, before + counts, None, None, True)
+        try:
+            yield
+        except BaseException as error:
+            self.undo(before, error)
+            raise
+
     def begin_tree(self, after: Ints) -> None:
         """A call comes that may be given up again, in which rows would grow to `after` tokens."""
         for one in self.observers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -108,6 +109,11 @@ class Calls(Protocol):
 
     def put(self, arrays: Arrays) -> None:
         """Let state values be these arrays."""
+
+    def whole_prompt(self, counts: Ints) -> AbstractContextManager[None]:
+        """Around an observer's own run of prompts of an empty session, of `counts` [B] tokens: all observers know of
+        it, and the session is as it was where it fails.
+        """
 
     def aside(
         self,

@@ -115,6 +115,10 @@ class PromptPruning(SessionObserver):
         """Run prompts that are long enough part by part; see SessionObserver."""
         if not self.prunes(counts):
             return None
+        with calls.whole_prompt(counts):
+            return self._run(calls, tokens, counts)
+
+    def _run(self, calls: Calls, tokens: Ints, counts: Ints) -> Logits:
         start = time.perf_counter()
         calls.need(self.room(counts))
         backend, chunk, listen = calls.backend, calls.chunk, calls.observe
