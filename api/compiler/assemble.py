@@ -57,7 +57,7 @@ class Plan:
         return GRADES[max(ranks, default=0)]
 
 
-class _Incompatible(RecipeError):
+class Incompatible(RecipeError):
     """Methods that do not go together; the text ends before what to do."""
 
 
@@ -70,7 +70,7 @@ def assemble(recipe: Recipe) -> Plan:
     """
     try:
         return assemble_alone(recipe)
-    except _Incompatible as error:
+    except Incompatible as error:
         near = nearest(recipe, str(error), assemble_alone, first="swap")
         works = f" (the nearest recipe that works: {near.change})" if near.recipe else ""
         raise RecipeError(f"{error}; leave one of the two out{works}") from None
@@ -101,7 +101,7 @@ def assemble_alone(recipe: Recipe) -> Plan:
     if found := conflicts(plan.methods):
         by_default = [sum(a not in recipe.tables for a in (c.relying, c.other)) for c in found]
         first = found[by_default.index(min(by_default))]  # what the recipe itself names, if any
-        raise _Incompatible(f"recipe '{recipe.name}': {told(first, _uses(plan))}")
+        raise Incompatible(f"recipe '{recipe.name}': {told(first, _uses(plan))}")
     plan.passes, plan.unasked = _passes(plan, axes), _always(plan.methods)
     return plan
 

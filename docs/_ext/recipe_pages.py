@@ -7,7 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.compiler.assemble import Plan, assemble
+from accel.compiler.assemble import Incompatible, Plan, assemble, assemble_alone
 from accel.compiler.capabilities import table
 from accel.compiler.explain.words import about, details, options
 from accel.ir.errors import RecipeError
@@ -75,9 +75,11 @@ def _pairs(
             clashes[other].append(one)
             continue
         try:
-            assemble(both)
+            assemble_alone(both)
         except RecipeError as error:
-            reason = str(error).removeprefix(f"recipe '{both.name}': ").rpartition("; ")[0]
+            reason = str(error).removeprefix(f"recipe '{both.name}': ")
+            if not isinstance(error, Incompatible):  # which has no advice at its end
+                reason = reason.rpartition("; ")[0]
             refusals[one][reason or str(error)].append(other)
             refusals[other][reason or str(error)].append(one)
     return clashes, refusals
