@@ -7,6 +7,7 @@ Each arrow leads from a folder to one that it imports; an arrow that follows fro
 
 from __future__ import annotations
 
+import argparse
 import ast
 from pathlib import Path
 
@@ -78,6 +79,8 @@ def places(found: nx.DiGraph) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     found = graph()
     circles = [sorted(c) for c in nx.strongly_connected_components(found) if len(c) > 1]
     if circles:

@@ -8,6 +8,7 @@ it was written, since measurements go by it.
 
 from __future__ import annotations
 
+import argparse
 import random
 from pathlib import Path
 
@@ -48,4 +49,6 @@ def text() -> str:
 
 
 if __name__ == "__main__":
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     (REFERENCE / "calibration.txt").write_text(text(), encoding="utf-8")
