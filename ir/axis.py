@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import pkgutil
 from collections.abc import Mapping
@@ -63,7 +64,9 @@ class Axis:
         return dict(self.method(name).small)
 
     def build(self, name: str, **options: Any) -> Any:
-        """The method with its options. Raises RecipeError for an unknown option, a wrong type or too large a count."""
+        """The method with its options. Raises RecipeError for an unknown option, a wrong type, too large a count, or
+        what is no number.
+        """
         cls = self.method(name)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         for option, value in options.items():
@@ -72,7 +75,10 @@ class Axis:
             where = f"{self.name}.{name}.{option}"
             _check_type(where, fields[option], value)
             _check_count(where, fields[option], value)
-        return cls(**options)
+        method = cls(**options)
+        for option, value in options.items():  # after its own checks, which know the range
+            _check_finite(f"{self.name}.{name}.{option}", fields[option], value)
+        return method
 
 
 @cache
@@ -98,6 +104,14 @@ def _check_count(where: str, field: dataclasses.Field[Any], value: Any) -> None:
     most = field.metadata.get("most", WHOLE)
     if isinstance(value, int) and not -WHOLE <= value <= most:
         raise RecipeError(f"{where} = {shown(value)} is out of range; give at most {most}")
+
+
+def _check_finite(where: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """Refuse NaN, which every comparison lets pass, and infinity, which the JSON of an artifact cannot hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(
+            f"{where} = {value} is not finite; give a number (default {field.default!r})"
+        )
 
 
 def host_method(tables: Any, name: str, default: str) -> Any:

@@ -1,6 +1,8 @@
 """Recipes: loading, merging, looking names up, and what is said when that fails."""
 
+import math
 import tomllib
+from dataclasses import fields
 from importlib.resources import files
 
 import pytest
@@ -132,3 +134,17 @@ def test_a_method_file_holds_one_class(tmp_path, monkeypatch):
 def test_the_old_name_of_a_recipe_tells_the_new_one():
     with pytest.raises(RecipeError, match="'bit-exact' is called 'batch-invariant'"):
         Recipe.load(["int4", "bit-exact"])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_no_option_is_nan_or_infinite(value):
+    """NaN passes a check that is written as a comparison, and JSON has neither."""
+    tried = 0
+    for axis in find_axes().values():
+        for name in axis.names():
+            for field in fields(axis.method(name)):
+                if field.init and isinstance(field.default, float):
+                    with pytest.raises(accel.AccelError, match=field.name):
+                        axis.build(name, **{field.name: value})
+                    tried += 1
+    assert tried > 50
