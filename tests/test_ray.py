@@ -132,6 +132,8 @@ def test_what_cannot_be_mapped_is_one_line(artifact, tmp_path, monkeypatch):
     assert "end in .parquet, .jsonl, .csv" in said(artifact, artifact / "accel.json", out)
     assert "files of no one kind" in said(artifact, mixed, out)
     assert "a seed needs ids" in said(artifact, given, out, "--seed", 1, "--temperature", 1)
+    assert "cpus = 0.0: give a number above 0" in said(artifact, given, out, "--cpus", 0)
+    assert "stop = ['']: give a non-empty" in said(artifact, given, out, "--stop", "")
     assert f"{mixed} exists" in said(artifact, given, mixed)
     assert f"{given} exists" in said(artifact, given, given)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "mixed"]
@@ -152,6 +154,70 @@ def test_what_cannot_be_mapped_is_one_line(artifact, tmp_path, monkeypatch):
         _ = accel.ray.app
     with pytest.raises(AttributeError, match="did you mean 'app'"):
         _ = accel.ray.apps
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    """JSON lines as they come back, when nothing is made of them."""
+    from accel.ray import files
+
+    monkeypatch.setattr(files, "ROWS", 2)
+    monkeypatch.setattr(files.ray, "put", lambda table: table)
+    monkeypatch.setattr(files.ray.data, "from_arrow_refs", pa.concat_tables)
+
+    def come_back(*texts):
+        paths = [tmp_path / f"{i}.jsonl" for i in range(len(texts))]
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(text)
+        assert list(files.write(iter([files.read(paths, ".jsonl")]), tmp_path, ".jsonl"))
+        made = (tmp_path / "part-00000.jsonl").read_text()
+        return [json.loads(line) for line in made.splitlines()]
+
+    return come_back
+
+
+def test_json_lines_stay_as_they_are(lines):
+    """What a row lacks is null; no text becomes a number or a date, no number a date."""
+    texts = ({"role": "user", "content": "x"}, {"role": "user", "content": "x", "name": "y"})
+    given = [
+        {"id": "007", "prompt": "2024-01-01", "created_at": 1700000000},
+        {"id": "8", "prompt": "1", "score": 2**53 + 1},
+        {"id": "9", "talk": [texts[0]]},
+        {"id": "10", "talk": [texts[1]], "score": None, "new": 0.5},
+    ]
+    first, *more = [json.dumps(row) for row in given]
+    names = dict.fromkeys(name for row in given for name in row)
+    found = lines(first + "\n\n", "\n".join(more))
+    assert list(found[0]) == list(names)
+    assert found[2].pop("talk") == [{**texts[0], "name": None}]
+    del given[2]["talk"]
+    for row, want in zip(found, given, strict=True):
+        assert {k: v for k, v in row.items() if v is not None} == {
+            k: v for k, v in want.items() if v is not None
+        }
+    assert lines("") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ('{"prompt": "x"}\n{"prompt": ', "line 2: not JSON"),
+        ('{"prompt": "x", "score": NaN}', "line 1: not JSON: NaN is no number"),
+        ('["x"]', "line 1: give an object"),
+        ('{"prompt": "x"}\n{"prompt": 3}', "column 'prompt' is not of one type: Exp"),
+        (
+            '{"prompt": "x"}\n\n{"prompt": "x"}\n{"prompt": 3}',
+            "column 'prompt' is not of one type: Unable",
+        ),
+        (
+            '{"prompt": 1}\n{"prompt": 99999999999999999999}',
+            "column 'prompt' is not of one type: P",
+        ),
+    ],
+)
+def test_lines_that_are_no_rows_are_named(lines, text, word):
+    with pytest.raises(accel.InputError, match=word):
+        lines(text)
 
 
 def test_importing_it_brings_no_ray_and_no_statistics():

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from accel.ir.errors import AccelError, InputError
 from accel.ray import files
 from accel.ray.batches import BATCH, check_sampling, generate
-from accel.ray.room import machines
+from accel.ray.room import machines, share
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.artifact.atomic import AtomicOutputDir
 from accel.runtime.decode.sampling_params import SamplingParams
@@ -50,6 +50,8 @@ class Job:
         # what is wrong is told before Ray takes its time to start
         check_served(open_artifact(self.artifact, hashes=False))
         check_sampling(self.params, self.row)
+        if self.cpus is not None:
+            share(self.cpus)
         names, kind = files.found(self.source)
         with AtomicOutputDir(self.out, what="output") as folder, _ray(), in_a_line():
             with in_a_line(f"{self.source} cannot be read as {kind}"):

@@ -12,7 +12,7 @@ from accel.ir.facts import Facts
 from accel.runtime.decode.logits_processors import LogitsProcessor
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import as_ints, check_vocabulary
-from accel.runtime.inputs.prompts import as_count, as_eos
+from accel.runtime.inputs.prompts import as_count, as_eos, check_stops
 from accel.runtime.sample.standard import Standard
 
 MAX_TOKENS = 64
@@ -72,6 +72,7 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos = {shown(self.ignore_eos)}: give True or False")
         self.sampler  # noqa: B018  (checks its options)
+        check_stops(self.stop)
         as_count(self.n, "n", 1)
         if self.n > 1 and self.sampler.greedy:
             raise InputError(

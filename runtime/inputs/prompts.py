@@ -97,9 +97,18 @@ def as_eos(value: Any, facts: Facts) -> tuple[int, ...]:
 
 
 def as_stops(value: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:
-    """Stop strings: None, a str or a list of them. Raises InputError, also where there is no
-    tokenizer.
-    """
+    """As of `check_stops`. Raises InputError, also where there is no tokenizer."""
+    stops = check_stops(value)
+    if stops and tokenizer is None:
+        raise InputError(
+            "stop needs a tokenizer, but this model has none; use eos=[token ids], or build with "
+            "tokenizer="
+        )
+    return stops
+
+
+def check_stops(value: Any) -> tuple[str, ...]:
+    """Stop strings: None, a str or a list of them. Raises InputError."""
     if value is None:
         return ()
     stops = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
@@ -110,11 +119,6 @@ def as_stops(value: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:
     for stop in stops:
         if not isinstance(stop, str) or not stop:
             raise InputError(f"stop = {shown(value)}: give a non-empty string or a list of them")
-    if stops and tokenizer is None:
-        raise InputError(
-            "stop needs a tokenizer, but this model has none; use eos=[token ids], or build with "
-            "tokenizer="
-        )
     return stops
 
 
