@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers as hf
 from tokenizers import Tokenizer as Reader
+from typer.testing import CliRunner
 
 import accel
+from accel import cli
 from accel.compiler.explain import explain
 from accel.compiler.load import gguf as own
 from accel.compiler.load.checkpoint import load_model
@@ -423,6 +425,15 @@ def test_the_package_is_named_where_it_is_missing(plain, monkeypatch):
 def test_a_folder_of_gguf_files_names_them(plain):
     with pytest.raises(AccelError, match="give the GGUF file itself: .*plain.gguf"):
         load_model(plain.parent)
+
+
+def test_run_compiles_a_file(plain):
+    run = ["run", str(plain), "--prompt", "0123", "--max-new-tokens", "4", "--max-context", "32"]
+    done = CliRunner().invoke(cli.app, [*run, "--ignore-eos"])
+    assert done.exit_code == 0 and len(done.stdout) > 1, done.output
+    for option in ("--kernels", "--adapter"):
+        told = CliRunner().invoke(cli.app, [*run, option, "portable"]).output
+        assert option in told and f"{plain} is a GGUF file" in told
 
 
 @pytest.mark.long

@@ -34,7 +34,8 @@ def chat(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR|MODEL", help="Artifact, model directory or cached repository (org/name)."
+            metavar="DIR|MODEL",
+            help="Artifact, model directory, GGUF file or cached repository (org/name).",
         ),
     ],
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
@@ -75,7 +76,7 @@ def chat(
 
     The model's chat template makes prompts of them. Tokens of earlier turns are not run again. A line that
     ends with a backslash goes on in the next; Ctrl-C ends an answer, Ctrl-D the conversation; /help lists
-    the commands. A model directory is compiled first, for this conversation only.
+    the commands. A model is compiled first, for this conversation only.
     """
     from accel.runtime.decode.sampling_params import SamplingParams
 

@@ -42,7 +42,8 @@ def run(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR|MODEL", help="Artifact, model directory or cached repository (org/name)."
+            metavar="DIR|MODEL",
+            help="Artifact, model directory, GGUF file or cached repository (org/name).",
         ),
     ],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt text.")] = None,
@@ -144,7 +145,7 @@ def run(
 ) -> None:
     """Continue a prompt and stream the text.
 
-    A model directory is compiled first, for this run only. The options --recipe, --tokenizer,
+    A model is compiled first, for this run only. The options --recipe, --tokenizer,
     --max-context, --merge-adapter, --trust-remote-code and --download apply only to that build.
     """
     from accel.runtime.decode.sampling_params import SamplingParams

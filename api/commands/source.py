@@ -1,4 +1,4 @@
-"""What `run` is given: an artifact, or a model directory that is compiled for the occasion."""
+"""What `run` and `chat` are given: an artifact, or a model that is compiled for the occasion."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_model(
     public_key: Path | None = None,
     **build: Any,
 ) -> CompiledModel:
-    """The compiled model at a path; `build` holds options of `optimize` for a model directory.
+    """The compiled model at a path; `build` holds options of `optimize` for a model.
 
     `context`: of the command; an option that was typed and cannot apply to what the path holds is an error.
 
@@ -43,21 +43,21 @@ def open_model(
     put_back(path.resolve())
     if not path.exists():
         path = _named(path, bool(build.get("download")))
-    if (path / "config.json").is_file() and not (path / "accel.json").is_file():
+    if kind := _model(path):
         if "adapter" in asked:
             raise InputError(
-                f"--adapter chooses among the adapters of an artifact, and {path} is a model directory; merge one "
+                f"--adapter chooses among the adapters of an artifact, and {path} is a {kind}; merge one "
                 f"for this run (--merge-adapter DIR), or build first: accel-compile build {path} --adapter NAME=DIR "
                 "--out DIR"
             )
         if "public_key" in asked:
             raise InputError(
-                f"--public-key checks an artifact, and {path} is a model directory; leave it out, or build and sign "
+                f"--public-key checks an artifact, and {path} is a {kind}; leave it out, or build and sign "
                 f"first: accel-compile build {path} --out DIR, then accel-compile sign DIR --key KEY"
             )
         if "kernels" in asked:
             raise InputError(
-                f"--kernels chooses among the kernels of an artifact, and {path} is a model directory; leave it "
+                f"--kernels chooses among the kernels of an artifact, and {path} is a {kind}; leave it "
                 f"out, or build first: accel-compile build {path} --out DIR"
             )
         with extra("compile"):
@@ -71,6 +71,15 @@ def open_model(
             f"accel-compile build MODEL --out DIR {option} …"
         )
     return load(path, threads=threads, kernels=kernels, public_key=public_key)
+
+
+def _model(path: Path) -> str:
+    """What a model is that a path holds; "": none, so that it should be an artifact."""
+    if path.is_file():  # told here as the compiler tells it, which brings torch
+        with path.open("rb") as file:
+            return "GGUF file" if path.suffix == ".gguf" or file.read(4) == b"GGUF" else ""
+    there = (path / "config.json").is_file() and not (path / "accel.json").is_file()
+    return "model directory" if there else ""
 
 
 def _named(path: Path, download: bool) -> Path:
