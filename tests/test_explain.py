@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from accel import cli
+from accel.compiler import explain as package
 from accel.compiler.assemble import assemble
 from accel.compiler.explain import costs, explain, layer
 from accel.compiler.explain import rates as measuring
@@ -23,7 +24,7 @@ from accel.compiler.explain.rates import Rates
 from accel.compiler.explain.subject import subject
 from accel.compiler.facts_json import model_facts
 from accel.ir.axis import find_axes
-from accel.ir.errors import CaptureError, RecipeError
+from accel.ir.errors import AccelError, CaptureError, RecipeError
 from accel.ir.recipe import Recipe, bundled
 from accel.ir.tables import Tables
 from accel.passes.trained import Trained
@@ -347,3 +348,21 @@ def test_the_command(tmp_path):
     value = json.loads(found.stdout)
     assert value["refused"] and value["nearest"]["recipe"]["tables"]
     assert torch.get_num_threads() == threads
+
+
+def test_a_plus_merges_names_and_files(tmp_path, monkeypatch):
+    """A file whose own name has a plus is one recipe."""
+    found = []
+
+    def told(recipe, *args, **options):
+        found.append(Recipe.load(recipe).tables)
+        raise AccelError("no more is needed")
+
+    monkeypatch.setattr(package, "explain", told)
+    mine, plus = tmp_path / "my.toml", tmp_path / "a+b.toml"
+    for path in (mine, plus):
+        path.write_text('[kv.codec]\nuse = "kv-int8"\n')
+    for recipe in (f"int4+{mine}", f"{mine}+int4", str(plus)):
+        assert CliRunner().invoke(cli.app, ["explain", recipe]).exit_code == 1
+    both = {"weights": {"use": "int4"}, "kv.codec": {"use": "kv-int8"}}
+    assert found == [both, both, {"kv.codec": {"use": "kv-int8"}}]

@@ -26,14 +26,17 @@ Examples:
 
 def explain(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="Recipe name or TOML file; A+B merges two.")
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="Recipe name or TOML file; A+B merges two of either."
+        ),
     ],
     model: Annotated[
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="A model directory, a cached repository (org/name), a config.json, a transformers model type, or "
-            "package.module:callable. "
+            help="A model directory, a GGUF file, a cached repository (org/name), a config.json, a transformers model "
+            "type, or package.module:callable. "
             "Default: the bundled model.",
         ),
     ] = None,
@@ -66,7 +69,7 @@ def explain(
         from accel.compiler.explain import explain as told
         from accel.compiler.explain.page import write_page
 
-    names = [recipe] if recipe.endswith(".toml") else recipe.split("+")
+    names = [recipe] if Path(recipe).is_file() else recipe.split("+")
     with progress("explain") as show:
         found = told(
             names[0] if len(names) == 1 else names,
