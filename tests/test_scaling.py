@@ -138,7 +138,8 @@ def test_a_measurement_is_a_point(capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--batch", "2"], "--batch, --beside and --trained are of --speculation"),
+        (["--batch", "2"], "--prompts, --batch, --beside and --trained are of --speculation"),
+        (["--prompts", "3"], "--prompts, --batch, --beside and --trained are of --speculation"),
         (["--speculation", "--trained", "5", "--trained", "6"], "--trained is given 2 times for 1 artifacts"),
     ],
 )  # fmt: skip

@@ -47,6 +47,7 @@ class Timed:
 
 
 def bench(
+    command: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="DIR", help="An artifact.")],
     context: Annotated[
         list[int] | None,
@@ -139,8 +140,10 @@ def bench(
                 points.append(scaling.point_of(results[-1], trained[i] if trained else None))
         _told(results, points, as_json)
         return
-    if batch or beside or trained:
-        raise InputError("--batch, --beside and --trained are of --speculation; give that too")
+    if batch or beside or trained or options.was_given(command, "prompts"):
+        raise InputError(
+            "--prompts, --batch, --beside and --trained are of --speculation; give that too"
+        )
     start = time.perf_counter()
     model, timed, engine = _open(path, threads, kernels)
     loaded = time.perf_counter() - start
