@@ -140,6 +140,25 @@ def test_a_completion_is_what_generate_gives(client, http, model):
     assert more["accel_time_to_first_token_seconds_count", "artifact"] == 2
 
 
+def test_answers_are_counted_by_the_path_of_a_route(http):
+    before = metrics(http)
+    for path in ("/v1/models/artifact", "/v1/models/nobody", "/v1/models", "/v1/nothing"):
+        http.get(path)
+    after = metrics(http)
+    assert {
+        key[1:]: value - before.get(key, 0)
+        for key, value in after.items()
+        if key[0] == "accel_http_responses_total"
+        and key[1] != "/metrics"
+        and value != before.get(key, 0)
+    } == {
+        ("/v1/models/{name}", "200"): 1,
+        ("/v1/models/{name}", "404"): 1,
+        ("/v1/models", "200"): 1,
+        ("other", "404"): 1,
+    }
+
+
 def test_a_chat_is_what_generate_gives(client, model):
     alone = model.generate(TALK, 12, logprobs=2).text[0]
     whole = client.chat.completions.create(messages=TALK, **GREEDY, logprobs=True, top_logprobs=2)

@@ -14,6 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from accel.ir.errors import AccelError
 from accel.runtime.serve.engine import Ticket
@@ -125,8 +126,8 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
     app.add_middleware(BodyGate, most=limits.body)
     if key is not None:
         app.add_middleware(KeyGate, key=key)
-    paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
-    app.add_middleware(Watched, metrics=metrics, paths=paths)
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    app.add_middleware(Watched, metrics=metrics, routes=routes)
     return app
 
 

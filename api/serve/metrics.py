@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from accel.serve.models import Served
@@ -98,15 +99,16 @@ class _Engines(Collector):
 
 
 class Watched:
-    """Counts the answers of an application by path, of those that it has, and status."""
+    """Counts the answers of an application by path, as its routes are written, and status."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]):
-        self._app, self._metrics, self._paths = app, metrics, paths
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[Route]):
+        self._app, self._metrics, self._routes = app, metrics, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        found = (route.path for route in self._routes if route.matches(scope)[0] != Match.NONE)
+        path = next(found, "other")
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
