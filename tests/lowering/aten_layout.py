@@ -181,6 +181,7 @@ def index() -> Iterator[Call]:
         for op in (aten.argmax, aten.argmin)
         for a in ((), (-1,), (1, True), (None, True))
     )
+    yield from (Call(aten.argmax.default, In(), *a) for a in ((), (-1,), (0, True), (None, True)))
     yield Call(aten.nonzero.default, F)
     yield Call(aten.masked_select.default, X_BT, F)
     yield Call(aten.one_hot.default, IDS, 11)

@@ -259,6 +259,7 @@ def reduce() -> Iterator[Call]:
     yield Call(aten.logsumexp.default, X, [-1])
     yield Call(aten.logsumexp.default, X, [1], True)
     yield Call(aten.max.dim, F, 1)
+    yield from (Call(aten.min.dim, x, 0) for x in (In(), bools()))
     nobody = Call(aten.index.Tensor, F, [Call(aten.lt.Scalar, N, -100)])
     for op in (aten.any, aten.all):
         yield Call(op.default, F)

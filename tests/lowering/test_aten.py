@@ -149,6 +149,23 @@ def test_a_missing_lowering_is_named() -> None:
         lower_node(Builder(lambda *_: onnx.TensorProto()), node, ("x",), {})
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Call(aten.sort.default, In(), -1),
+        Call(aten.topk.default, In(), 1),
+        Call(aten.gather.default, In(), 0, ints(low=0, high=0)),
+        Call(aten.index_select.default, In(), 0, ints(1, low=0, high=0)),
+        Call(aten.scatter.value, In(), 0, ints(low=0, high=0), 1.0),
+        Call(aten.softmax.int, In(), 0),
+    ],
+    ids=identifier,
+)
+def test_a_scalar_has_no_axis(case: Call) -> None:
+    with pytest.raises(LoweringError, match=r"of a tensor of rank 0 \(node .*x\[None\]"):
+        Lowered(case)
+
+
 # Exported modules
 
 

@@ -237,7 +237,7 @@ def argsort_stable(
 
 def _extreme(op: str) -> Any:
     def rule(b: Builder, x: str, dim: int | None = None, keepdim: bool = False) -> Any:
-        if dim is not None:
+        if dim is not None and b.rank(x):
             return b.node(op, x, axis=dim, keepdims=int(keepdim))
         found = b.node(op, b.node("Reshape", x, b.ints(-1)), axis=0, keepdims=0)
         return b.node("Reshape", found, b.ints(*[1] * b.rank(x))) if keepdim else found

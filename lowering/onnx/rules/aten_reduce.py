@@ -75,6 +75,8 @@ def _extreme_and_place(op: str, place: str) -> Any:
         dtype = b.out[0].dtype
         wide = torch.int32 if dtype == torch.bool else dtype
         values = reduced(b, op, x, dim, keepdim, wide)
+        if not b.rank(x):
+            return values if wide == dtype else b.cast(values, dtype), b.constant(0, torch.int64)
         places = b.node(place, b.cast(x, wide), axis=dim, keepdims=int(keepdim))
         return (b.cast(values, dtype) if wide != dtype else values), places
 

@@ -18,6 +18,13 @@ from accel.ir.errors import LoweringError
 from accel.lowering.onnx.writer.builder import Builder, Call, Param
 from accel.lowering.onnx.writer.table import lower
 
+aten = torch.ops.aten
+_ALONG = frozenset({
+    aten.sort, aten.argsort, aten.topk, aten.gather, aten.index_select, aten.index_copy,
+    aten.index_add, aten.scatter, aten.scatter_add, aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax,
+    aten.flip, aten.movedim, aten.nonzero, aten.one_hot,
+})  # fmt: skip
+
 
 def lower_node(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Lower one call; `args` and `kwargs` are the node's, with names in place of nodes."""
@@ -35,18 +42,33 @@ def _lowered(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) ->
         return made
     rule = lower.rules.get(node.target)
     if rule is not None:
+        _check_axes(b, node, args)
         return rule(b, *args, **kwargs)
     return _decomposed(b, node, args, kwargs)
 
 
+def _check_axes(b: Builder, node: fx.Node, args: Any) -> None:
+    """Refuse what torch does along an axis that a tensor of rank 0 has not, and ONNX does not. Raises LoweringError."""
+    along = isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in _ALONG
+    if along and isinstance(args[0], str) and b.rank(args[0]) == 0:
+        raise LoweringError(
+            f"onnx: {node.target} of a tensor of rank 0 ({_place(node)}). Give it an axis (x[None]), "
+            "or set target='eager'."
+        )
+
+
 def missing(node: fx.Node) -> LoweringError:
     """What to say of an operator that has no lowering."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    place = f", from {stack[-1][0]}" if stack and stack[-1][0] else ""
     return LoweringError(
-        f"onnx: no lowering for {node.target} (node {node.name}{place}). "
+        f"onnx: no lowering for {node.target} ({_place(node)}). "
         "Write one in lowering/onnx/rules/aten_*.py, or set target='eager'."
     )
+
+
+def _place(node: fx.Node) -> str:
+    """The node, and the module that it is of."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return f"node {node.name}" + (f", from {stack[-1][0]}" if stack and stack[-1][0] else "")
 
 
 @functools.cache
