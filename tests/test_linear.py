@@ -151,7 +151,8 @@ def test_rows_are_equal_bit_for_bit(form, tmp_path):
         return found
 
     assert not differing(exact=1)
-    assert bits == 8 or 1 in differing(exact=0)
+    if bits == 4 and torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        assert 1 in differing(exact=0)  # many rows are computed another way
 
 
 GATES = {
