@@ -133,6 +133,24 @@ def test_several_edits_forks_rewinds_and_other_rows(stateful):
             close(session.run(more), again.run(more))
 
 
+def test_copies_of_a_row_share_nothing_behind_an_edit(stateful):
+    model = made(stateful("llama"))
+    old = tokens_of(model, 1, 20)
+    with model.session() as session, model.session() as alone:
+        for one in (session, alone):
+            one.run(old)
+        session.select([0, 0])
+        for one in (session, alone):
+            one.edit(6, 8, [5])
+        first, _ = session._core.kin.slots(np.array([1, 0]), session.lengths, 0)
+        assert first <= 6  # as ONNX Runtime's sessions copy them
+        session.select([1, 0])
+        got = session.run([[7], [7]])
+        close(got[1], alone.run([[7]])[0])
+        with model.session() as plain:
+            close(got[0], plain.run([[*old[0], 7]])[0, -1:])
+
+
 def test_an_edit_that_fails_leaves_all_as_it_was(stateful, monkeypatch):
     model = made(stateful("llama"))
     old = tokens_of(model, 1, 20)

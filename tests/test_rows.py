@@ -175,6 +175,27 @@ def test_a_copy_of_a_row_that_was_taken_back_shares_as_little_as_it(opened):
             assert far(logits, one.run([[*row, token]])[0, -1]) < 2e-3
 
 
+def test_rows_that_joined_share_nothing(opened):
+    """Though they were copies of a row each; and what they share with others stays theirs when one leaves."""
+    texts = np.random.default_rng(3).integers(3, 50, (2, 12))
+    with opened("base:onnx")(1) as session, opened("base:onnx")(1) as other:
+        for one, text in zip((session, other), texts, strict=True):
+            one.prompt([text])
+            one.select([0, 0])
+        other.select([0])
+        session.join(other)
+        session.select([2, 1, 0])
+        got = list(session.run([[5], [6], [7]])[:, 0])
+        session.leave(0)
+        session.select([1, 0])
+        got += list(session.run([[8], [9]])[:, 0])
+    first, second = texts
+    wanted = [[*second, 5], [*first, 6], [*first, 7], [*first, 6, 8], [*first, 7, 9]]
+    for logits, text in zip(got, wanted, strict=True):
+        with opened("base:onnx")(1) as one:
+            assert far(logits, one.run([text])[0, -1]) < 2e-3, text
+
+
 def test_what_rows_share_is_not_copied(opened):
     """Copies of one row differ in what came since; a fork knows that too."""
     with opened("base")(1) as session:
