@@ -189,6 +189,15 @@ def test_forks_rows_and_failed_calls_go_on_alike(case, monkeypatch):
     close(decoded(session, tokens[:, 40:45]), decoded(other, tokens[[1, 0], 40:45])[[1, 0]])
 
 
+def test_copies_share_nothing_once_their_tokens_moved(case):
+    one = case(every=4)
+    session, tokens = one.session(1), one.tokens(2, 40)
+    session.run(tokens[:1, :10])
+    session.select([0, 0])
+    session.run(tokens[:, 10:30])
+    assert session._core.kin.slots(np.array([1, 0]), session.lengths, session._core.base) is None
+
+
 def test_a_call_that_fails_after_tokens_moved_closes_the_session(case, monkeypatch):
     one = case(every=4)
     monkeypatch.setattr(core, "CHUNK", 16)

@@ -209,6 +209,7 @@ def test_what_rows_share_is_not_copied(opened):
         session.rewind([20, 28, 29])
         assert session._core.kin.slots(np.array([0, 2, 1]), session.lengths, 0) == (27, 29)
         assert session._core.kin.slots(np.array([1, 0, 2]), session.lengths, 0) == (20, 28)
+        assert session._core.kin.slots(np.array([0, 0, 2]), session.lengths, 0) == (20, 28)
         session.select([2, 0])
         assert session._core.kin.slots(np.array([1, 0]), session.lengths, 0) is None
 
@@ -257,6 +258,13 @@ def test_a_call_of_fewer_rows_that_fails_is_undone(monkeypatch):
             with pytest.raises(ZeroDivisionError):
                 session.run(tokens[:2, 30:])
         assert np.array_equal(session.run(tokens[:2, 30:]), other.run(tokens[:2, 30:]))
+
+
+def test_copies_share_nothing_once_what_came_since_was_compressed():
+    kin, swap, lengths = Kin(np.zeros(2, int), np.full(2, 10)), np.array([1, 0]), np.full(2, 20)
+    assert kin.slots(swap, lengths, np.full(2, 10)) == (0, 10)
+    assert kin.slots(swap, lengths, np.array([12, 12])) is None
+    assert kin.slots(swap, lengths, np.array([12, 10])) is None
 
 
 def test_a_fork_keeps_its_rows(opened):
