@@ -191,6 +191,23 @@ def test_a_call_that_fails_leaves_all_as_it_was(monkeypatch):
         assert far(session.run(PROMPT[None, 2:]), plain.run(PROMPT[None, 2:])) < 1e-5
 
 
+def test_a_store_is_full_and_no_fuller():
+    a, b, c, d = np.random.default_rng(1).integers(0, 999, (4, 40))
+    store = Store(120, 8)
+    for text in (a[:8], a):  # the first is a beginning of the second
+        store.add(0, text, dict)
+    assert store.stats["prompts"] == 1
+    long, short = np.random.default_rng(2).integers(0, 999, 121), d[:7]
+    for text in (b, c, a[:20], long, short):  # a is used once more
+        store.add(0, text, dict)
+    assert store.stats == {**store.stats, "filled": 120, "prompts": 3}
+    store.add(0, d, dict)
+    found = [store.prefix(0, text) is not None for text in (a, b, c, d)]
+    assert found == [True, False, True, True]
+    assert store.prefix(0, c[:8]).count == 8 and store.prefix(0, c[:7]) is None
+    assert store.prefix(1, c) is None
+
+
 def test_a_store_finds_the_longest_runs_and_forgets_the_oldest():
     rng = np.random.default_rng(0)
     for least in (3, 4, 16):

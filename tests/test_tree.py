@@ -175,8 +175,10 @@ def test_what_no_path_is_or_no_tree_is_refused(build):
                 session.guess(tokens, seen, lengths, columns)
         with pytest.raises(InputError, match="would hold 258 tokens"):
             session.guess(np.zeros((1, 256), int), np.tri(256, dtype=bool)[None])
+        session.tokens = held = [np.array([4, 5])]
         with pytest.raises(InputError, match="call session.guess first"):
             session.keep([[0]])
+        assert session.tokens is held
         session.guess(tokens, seen, lengths)
         for path, match in (
             ([0, 1, 2], "comes after"),

@@ -306,7 +306,6 @@ class Session:
 
         Raises InputError; then the session is unchanged.
         """
-        self.tokens = None
         self._guesses.keep(paths)
 
     def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
