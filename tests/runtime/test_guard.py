@@ -5,7 +5,7 @@ import pytest
 
 from accel.runtime.decode.costs import Costs
 from accel.runtime.speculation import guard as _guard
-from accel.runtime.speculation.guard import TRIAL, Guard
+from accel.runtime.speculation.guard import LONGEST, TRIAL, Guard
 
 
 def test_a_guard_goes_by_tokens_and_costs():
@@ -44,6 +44,39 @@ def test_what_has_to_run_again_is_paid_for():
         for _ in range(TRIAL):
             guard.observe(1.5, [(3, 1)], again)
         assert (guard.limit == 0) == rests
+
+
+def test_a_call_that_runs_tokens_again_costs_what_a_call_of_them_does():
+    guard = Guard(Costs((1, 2, 32), (1.0, 3.0, 3.0)), 1)
+    for _ in range(TRIAL):
+        guard.observe(4.5, [(1, 1)], again=1)  # 3 steps, and one more
+    assert guard.limit > 0
+
+
+def test_calls_of_more_rows_have_a_limit_of_their_own():
+    costs = Costs((1, 32), (1.0, 4.1))
+    guard, other = Guard(costs, 1), Guard(costs, 8)
+    assert guard.limit > other.limit
+    guard.of_batch(8)
+    assert guard.limit == other.limit
+
+
+def test_a_trial_that_loses_much_ends_at_once():
+    guard = Guard(Costs((1, 32), (1.0, 32.0)), 1)
+    guard.observe(1, [(31, 0)], 0)
+    assert guard.limit == 0
+
+
+def test_rests_grow_to_the_longest():
+    guard, rests = Guard(Costs((1, 32), (1.0, 1.1)), 1), []
+    for _ in range(7):
+        while guard.limit:
+            guard.observe(1, [(1, 0)], 0)
+        rests.append(0)
+        while not guard.limit:
+            guard.rest()
+            rests[-1] += 1
+    assert rests == [16, 32, 64, 128, 256, 256, 256] and LONGEST == 256
 
 
 def trials(efforts, stands, steps, told=0.0):
