@@ -143,7 +143,7 @@ class Follower:
         for i, ids in rows.items():
             start, end = min(int(self._sure[i]), ids.size - 1), min(int(keep[i]), ids.size - 1)
             differs = np.flatnonzero(self._log.ids[i, start:end] != ids[start:end])
-            keep[i] = start + differs[0] if differs.size else max(start, end)
+            keep[i] = start + differs[0] if differs.size else end
         if (keep < session.lengths).any():
             session.rewind(keep)
         return keep
