@@ -189,6 +189,14 @@ def test_forks_rows_and_failed_calls_go_on_alike(case, monkeypatch):
     close(decoded(session, tokens[:, 40:45]), decoded(other, tokens[[1, 0], 40:45])[[1, 0]])
 
 
+def test_the_first_token_over_the_budget_goes(case):
+    one = case(every=1)
+    session, tokens = one.session(1), one.tokens(1, 16)
+    for i in range(16):
+        session.run(tokens[:, [i]])
+        assert session.lengths[0] == min(i + 1, 12)
+
+
 def test_copies_share_nothing_once_their_tokens_moved(case):
     one = case(every=4)
     session, tokens = one.session(1), one.tokens(2, 40)
