@@ -72,9 +72,9 @@ def logged(wrong):
         return says(held, 4 if held[-1] % wrong == 0 else 3)
 
     class Model:
-        facts, tokenizer = SimpleNamespace(max_context=200), None
+        facts, tokenizer = SimpleNamespace(max_context=200, max_batch=8), None
         draft_model = SimpleNamespace(
-            session=lambda batch=1: Tables(misled, misled, SIZE), tokenizer=None
+            session=lambda batch=1: Tables(misled, misled, SIZE), tokenizer=None, facts=facts
         )
         session = staticmethod(lambda batch=1: Tables(says, says, SIZE))
 

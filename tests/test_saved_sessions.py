@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 from accel.compiler.smoke.tiny_models import small_model
-from accel.ir.errors import ArtifactError, InputError, SavedSessionError
+from accel.ir.errors import AccelError, ArtifactError, InputError, SavedSessionError
 from accel.ir.facts import Facts
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
@@ -182,7 +182,7 @@ def test_every_observer_is_saved(model):
 def test_the_law_catches_an_observer_that_forgets(model, name, kind, tmp_path, monkeypatch):
     (cls,) = (cls for cls in observer_classes() if cls.__name__ == kind)
     monkeypatch.setattr(cls, "restore", lambda self, backend, numbers, lengths: None)
-    with pytest.raises((AssertionError, IndexError, ValueError, RuntimeError, InputError)):
+    with pytest.raises((AssertionError, IndexError, ValueError, RuntimeError, AccelError)):
         law(model(name), tmp_path / "one.session")
 
 
@@ -458,11 +458,11 @@ def test_no_prompt_behind_a_session_is_named():
 
 def test_marks_of_the_next_call_are_saved():
     marks = Marks.new(2).coming([[0, 1, 1], [2, -1, -1]], [2, -1], [3, 1])
-    again = Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([7, 5]))
+    again = Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([7, 5]), False)
     assert again.units[:, 4:].tolist() == [[0, 1, 1], [2, -1, -1]]
     assert again.question.tolist() == [6, -1] and Marks.of(again.numbers()).next is None
     with pytest.raises(InputError, match="3 tokens of row 0 are marked, but the call has 1"):
-        Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([5, 5]))
+        Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([5, 5]), False)
 
 
 # Rows

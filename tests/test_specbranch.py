@@ -70,7 +70,9 @@ def one(prompt, sampler=WARM, **ends):
 
 def beside(session):
     """A context with a draft model of such sessions."""
-    draft = SimpleNamespace(session=session, tokenizer=None)
+    draft = SimpleNamespace(
+        session=session, tokenizer=None, facts=SimpleNamespace(max_context=64, max_batch=8)
+    )
     return DecodeContext(model=SimpleNamespace(draft_model=draft, tokenizer=None))
 
 

@@ -147,7 +147,7 @@ def test_a_draft_models_trees_end_at_its_context(tree, context):
     model = built("llama", tables=RECYCLING)
     for sampler in (Standard(), Standard(temperature=0.8)):
         ends = {"max_context": 64, "limit": 99}
-        prompts = texts(50, 2, 0, 30)
+        prompts = texts(50, 2, 0, 45)
         want = plain(model.session(2), rows_of(prompts, sampler, **ends))
         rows = rows_of(prompts, sampler, **ends)
 

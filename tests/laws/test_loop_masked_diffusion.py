@@ -118,7 +118,7 @@ def test_extremes_of_each_option(model):
     assert decoded(compiled, "dllm-threshold", prompts(), block=BLOCK, threshold=1.01) == static
     assert decoded(compiled, "dllm-lowconf", prompts(), block=BLOCK, steps=99) == static
     assert decoded(compiled, "freedave", prompts(), block=BLOCK, drafts=1) == static
-    never = {"early": float("inf"), "middle": float("inf"), "late": float("inf")}
+    never = {"early": 1e30, "middle": 1e30, "late": 1e30}
     assert decoded(compiled, "prophet", prompts(), block=BLOCK, **never) == static
     at_once = {"early": -1.0, "middle": -1.0, "late": -1.0}
     tokens, calls, _ = decoded(compiled, "prophet", prompts(), block=BLOCK, **at_once)

@@ -119,6 +119,19 @@ def test_sample_match_draws_what_plain_sampling_draws(toy, prompts, temperature)
                 check_session(toy, session, rows)
 
 
+class Until:
+    """A text that ends with a token."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, token):
+        return token == self.token
+
+    def end(self):
+        return False
+
+
 ENDS = [
     ("length", {"limit": 1}), ("length", {"limit": 2}), ("length", {"limit": 7}), ("context", {"max_context": 37}),
     ("context", {"max_context": 31}), ("eos", {"at": 3}), ("eos", {"at": 0}), ("stop", {"at": 4}), ("stop", {"at": 0}),
@@ -134,7 +147,7 @@ def test_rows_end_where_they_would(toy, prompts, finish, ends, wrong):
     at = ends.pop("at", None)
     if at is not None:
         token = free[tuple(group[2])][at]
-        ends |= {"eos": [token]} if finish == "eos" else {"watch": lambda t: t == token}
+        ends |= {"eos": [token]} if finish == "eos" else {"watch": Until(token)}
     want = rows_of(group, **ends)
     plain(toy.session(batch=3), want)
     with toy.session(batch=3) as session:
