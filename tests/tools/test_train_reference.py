@@ -276,6 +276,7 @@ def test_a_release_decays_a_copy_and_is_gone_on_from(folder, tmp_path_factory, m
     for file in folder.glob("checkpoint-*"):
         file.unlink()
     monkeypatch.setattr(reference, "Shape", lambda: SHAPE)
+    monkeypatch.setattr(carried, "FOLDER", tmp_path_factory.mktemp("carried"))
     monkeypatch.setattr(reference.reference_export, "load", lambda: shipped)
     anew = begun(folder, plan)
     assert anew.count.tokens == 7 * 64 and torch.equal(
@@ -303,9 +304,43 @@ def test_a_carried_run_goes_on_in_another_folder(folder, tmp_path_factory, monke
     for a, b in zip(anew.model.parameters(), run.model.parameters(), strict=True):
         step = b.abs().amax(-1, keepdim=True) / 254 if b.dim() > 1 else torch.zeros(())
         assert ((a - b).abs() <= 1.001 * step).all() and (b.dim() == 1 or not torch.equal(a, b))
+    assert anew.decay is None
     told = json.loads((carried.FOLDER / "run.json").read_text())
     (carried.FOLDER / "run.json").write_text(json.dumps(told | {"trainer": "another"}))
     assert begun(folder).count.step == 0
+
+
+@pytest.mark.long
+def test_a_decay_is_carried_too(folder, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(carried, "FOLDER", tmp_path_factory.mktemp("carried"))
+    monkeypatch.setattr(reference, "Shape", lambda: SHAPE)
+    run = begun(folder)
+    run.decay = reference.Decay(0, 4 * 64)
+    reference.train(run, 64)
+    carried.save(folder, reference.TRAINER)
+    for file in folder.glob("checkpoint-*"):
+        file.unlink()
+    assert begun(folder).decay == run.decay and after(folder, 99 * 64).count.step == 4
+
+
+def test_a_decay_ends_with_the_rows_of_the_last_stage(folder):
+    """However many tokens the run has seen; before, rows are as long as they would be without it."""
+    stages = (
+        Stage(64, {16: 1.0}, until=1000),
+        Stage(64, {32: 1.0}, until=2000),
+        Stage(64, {64: 1.0}),
+    )
+    run = begun(folder, reference.Plan(SHAPE, stages))
+
+    def lengths():
+        found = []
+        for run.count.tokens in (900, 1100, 1300, 2100):
+            found += run.stage.lengths
+        return found
+
+    assert lengths() == [16, 32, 32, 64]
+    run.decay = reference.Decay(800, 800)
+    assert lengths() == [16, 32, 64, 64]
 
 
 # What is read

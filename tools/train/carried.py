@@ -48,13 +48,14 @@ def save(folder: Path, trainer: str) -> None:
         raise SystemExit(f"{folder} has no checkpoint to carry: train first")
     FOLDER.mkdir(exist_ok=True)
     replace(FOLDER / "weights.safetensors", lambda path: save_file(encode(state["model"]), path))
-    told = compact({"trainer": trainer, "trained": state["count"]}, folder / "log.jsonl")
+    about = {"trainer": trainer, "trained": state["count"], "decay": state["decay"]}
+    told = compact(about, folder / "log.jsonl")
     replace(FOLDER / "run.json", lambda path: path.write_text(told))
     print(f"step {state['count']['step']} stands in {FOLDER.name}/")
 
 
 def facts() -> dict[str, Any]:
-    """What `run.json` says: `trainer`, `trained` and the `lines` of the log; empty where there is none."""
+    """What `run.json` says: `trainer`, `trained`, `decay` and the `lines` of the log; empty where there is none."""
     path = FOLDER / "run.json"
     return json.loads(path.read_text()) if path.exists() else {}
 

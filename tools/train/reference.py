@@ -147,10 +147,11 @@ class Run:
 
     @property
     def stage(self) -> Stage:
+        """By the tokens so far; the last one in the second half of a decay, whenever that comes."""
         *earlier, last = self.plan.stages
-        return (
-            last if self.decay else next((s for s in earlier if self.count.tokens < s.until), last)
-        )
+        if self.decay and self.decay.rate(self.count.tokens) <= 0.5:
+            return last
+        return next((s for s in earlier if self.count.tokens < s.until), last)
 
     @property
     def done(self) -> bool:
@@ -190,6 +191,7 @@ def _begin_from_newest(run: Run, seed: int) -> None:
     run.model.load_state_dict(weights())
     count = told["trained"]
     run.count = Counters(count["step"], count["tokens"], count["seconds"])
+    run.decay = Decay(**told["decay"]) if told.get("decay") else None
     run.rows.rng.seed(f"{seed} {run.count.tokens}")
     lines = "".join(json.dumps(line) + "\n" for line in told["lines"])
     if not (run.folder / "log.jsonl").exists():

@@ -64,11 +64,12 @@ sum min(p, q)), and how often both would choose the same token:
 The aim is 95 of 100 exact answers at 1000 tokens in every task. In a checkout with its packages:
 
     python tools/train/reference.py --run RUN --resume       # stop it at any moment; the same command goes on
-    python tools/train/reference.py --run RUN --carry        # its state to tools/train/carried, for a new RUN
+    python tools/train/reference.py --run RUN --carry        # its state to tools/train/carried, for a new RUN; of a
+                                                             # release that is not over, RUN/release
 
 A release, and what is made of its weights, in this order:
 
-    python tools/train/reference.py --run RUN --release 20   # decay a copy over 20 M tokens, and export it here
+    python tools/train/reference.py --run RUN --release 60   # decay a copy over 60 M tokens, and export it here
     python tools/train/draft.py, diffusion.py                # as above and below: the models beside it
     python tools/train/again.py                              # the trained parts of methods, each as it was made
     python tools/tree_template.py --out api/reference/stand.json

@@ -49,7 +49,7 @@ STAGES = (
     Stage(8192, {512: 0.5, 1024: 0.4, 2048: 0.1}, until=100e6),
     Stage(8192, {512: 0.3, 1024: 0.3, 2048: 0.4}),
 )
-"""The last one serves every release, too: a model is judged at the lengths that it was last trained on."""
+"""The last one ends every release, too: a model is judged at the lengths that it was last trained on."""
 
 
 @dataclass(frozen=True)
