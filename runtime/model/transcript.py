@@ -14,10 +14,8 @@ class Transcript:
     """The text of one row behind its prompt, decoded incrementally, cut at the first stop string."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...], prompt: Ints):
-        self._tokenizer, self._prompt = (
-            tokenizer,
-            tokenizer.end_of(prompt.tolist()) if tokenizer else [],
-        )
+        self._tokenizer = tokenizer
+        self._prompt = tokenizer.end_of(prompt.tolist()) if tokenizer else []
         self._stream = tokenizer.stream(self._prompt) if tokenizer else None
         self._matcher = StopMatcher(stops) if stops else None
         self._pieces: list[str] = []

@@ -72,9 +72,8 @@ class Engine:
         self._changed = Condition()
         self._waiting = deque[Job]()
         self._running: dict[int, Job] = {}  # by number, in the order of arrival
-        self._groups: dict[
-            tuple[int, ...], Rounds
-        ] = {}  # those that decode together, by `Session.adapters`
+        # those that decode together, by `Session.adapters`
+        self._groups: dict[tuple[int, ...], Rounds] = {}
         self._short = False  # memory ran out: nothing is admitted before a request has left
         self._closing = self._halted = False
         self._counts = Counter[str](dict.fromkeys(COUNTS, 0))

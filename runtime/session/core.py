@@ -457,10 +457,10 @@ class SessionCore:
 
     def back(self, before: Ints) -> None:
         """After a prompt that failed: rows hold `before` [B] tokens again, where the session is open and they can."""
-        same = np.array_equal(before, self.lengths) and bool(
-            before.any()
-        )  # an empty one may have noted some
-        if self._backend is None or same or (before > self.lengths).any():
+        if self._backend is None or (before > self.lengths).any():
+            return
+        # an empty session may have noted some of the prompt
+        if before.any() and np.array_equal(before, self.lengths):
             return
         try:
             self.rewind(before)
