@@ -21,6 +21,7 @@ from accel.ir.sizes import in_numbers
 from accel.ir.state import StateValue
 from accel.ir.text import program_text
 from accel.ir.ties import TOPK, topk
+from accel.ir.versions import shapes_in_python
 from accel.ir.weights import Change, Weights
 
 DTYPES = {n: getattr(torch, n) for n in ("float32", "float16", "int64", "int8", "uint8")}
@@ -234,7 +235,7 @@ class Editor:
         args = map_arg(node.args, lambda n: n.meta["val"])
         kwargs = map_arg(node.kwargs, lambda n: n.meta["val"])
         assert callable(node.target)
-        with self.fake, torch.no_grad():
+        with shapes_in_python(), self.fake, torch.no_grad():
             return node.target(*args, **kwargs)
 
     def param(self, name: str, tensor: Tensor | None = None) -> fx.Node:

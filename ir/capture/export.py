@@ -25,6 +25,7 @@ from accel.ir.capture.sdpa import causal_at_any_length
 from accel.ir.capture.traits import ModelTraits
 from accel.ir.errors import CaptureError
 from accel.ir.facts import Facts
+from accel.ir.versions import plain_strides
 from accel.ir.weights import Stored, reading
 
 _INPUTS = ("tokens", "positions")
@@ -111,7 +112,7 @@ def _export(
             shape if n in _INPUTS else wide if v.dim() == 2 else rows for n, v in given.items()
         ]
         try:
-            with _silence(), flex_written_out(), causal_at_any_length():
+            with _silence(), flex_written_out(), causal_at_any_length(), plain_strides():
                 return torch.export.export(
                     adapter, tuple(given.values()), dynamic_shapes=_as_taken(shapes), strict=False
                 )

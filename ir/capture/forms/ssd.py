@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel.ir.ops.recurrence import causal_conv, linear_attention
 
@@ -31,7 +31,8 @@ def _ssd(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     y = linear_attention(q, k, x * step.unsqueeze(-1), decay, None, None, None)[0]
     y = (y + x * self.D.unsqueeze(-1)).flatten(-2)
     norm = getattr(self, "norm", None)
-    out: Tensor = self.out_proj(y * F.silu(gate) if norm is None else _gated_norm(norm, y, gate))
+    plain = norm is None or isinstance(norm, nn.Identity)
+    out: Tensor = self.out_proj(y * F.silu(gate) if plain else _gated_norm(norm, y, gate))
     return out
 
 
