@@ -87,7 +87,7 @@ def begun(tmp_path):
         def __init__(self):
             self.teacher = teacher
 
-        def batch(self, step, seed):
+        def batch(self, step):
             tokens = torch.arange(32).reshape(2, 16) * (1 + step % 3) % 40
             known = torch.ones(2, 16, dtype=torch.bool)
             known[:, 5] = False

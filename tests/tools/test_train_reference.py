@@ -80,8 +80,8 @@ with lock(folder), (folder / "heard").open("a", buffering=1) as out:
     print("start", run.count.step, time.monotonic(), file=out)
     taken = reference.train_step
 
-    def told_of(run):
-        taken(run)
+    def told_of(run, batch):
+        taken(run, batch)
         print("step", run.count.step, time.monotonic(), file=out)
 
     reference.train_step = told_of
@@ -284,7 +284,16 @@ def test_a_release_decays_a_copy_and_is_gone_on_from(folder, tmp_path_factory, m
     )
 
 
+@pytest.fixture
+def unreleased(monkeypatch, tmp_path_factory):
+    """No release stands beside what is carried."""
+    folder = tmp_path_factory.mktemp("unreleased")
+    (folder / "training.json").write_text("{}")
+    monkeypatch.setattr(reference, "REFERENCE", folder)
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("unreleased")
 def test_a_carried_run_goes_on_in_another_folder(folder, tmp_path_factory, monkeypatch):
     """With its weights to 8 bits, its count and its log; a folder with checkpoints goes on from those."""
     monkeypatch.setattr(carried, "FOLDER", tmp_path_factory.mktemp("carried"))
@@ -311,6 +320,7 @@ def test_a_carried_run_goes_on_in_another_folder(folder, tmp_path_factory, monke
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("unreleased")
 def test_a_decay_is_carried_too(folder, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(carried, "FOLDER", tmp_path_factory.mktemp("carried"))
     monkeypatch.setattr(reference, "Shape", lambda: SHAPE)
@@ -334,8 +344,8 @@ def test_a_decay_ends_with_the_rows_of_the_last_stage(folder):
 
     def lengths():
         found = []
-        for run.count.tokens in (900, 1100, 1300, 2100):
-            found += run.stage.lengths
+        for tokens in (900, 1100, 1300, 2100):
+            found += run.stage(tokens).lengths
         return found
 
     assert lengths() == [16, 32, 32, 64]
@@ -426,11 +436,11 @@ def test_rows_follow_the_seed_and_weigh_what_can_be_known(folder):
     tokenizer = reference.reference_export.load_tokenizer()
     texts = corpus.prepare(folder, tokenizer, 0)
     one, same, other = (
-        Rows(tokenizer, texts, seed).draw(Stage(4096, {256: 1.0})) for seed in (1, 1, 2)
+        Rows(tokenizer, texts, seed).draw(Stage(4096, {256: 1.0}), 0) for seed in (1, 1, 2)
     )
     assert torch.equal(one.ids, same.ids) and not torch.equal(one.ids, other.ids)
     assert one.ids.shape == (16, 257) and one.weights.shape == one.kinds.shape == (16, 256)
-    only = Rows(tokenizer, texts, 1, mix={"pass_key": 1.0}).draw(Stage(1024, {256: 1.0}))
+    only = Rows(tokenizer, texts, 1, mix={"pass_key": 1.0}).draw(Stage(1024, {256: 1.0}), 0)
     assert 0 < (only.weights > 0).float().mean() < 0.5, "answers are few"
     begins = only.ids[:, :-1] == reference_data.BOS
     assert begins.sum() > len(only.ids) and (only.weights[:, :-1][begins[:, 1:]] == 0).all()

@@ -49,13 +49,15 @@ WARMUP, DECAY = 20, 0.25
 
 class Masked:
     """Rows `(ids [B,T], given [B,T], weights [B,T])`: the text, what the model is shown of it, and
-    how much each masked token counts; a function of the seed and of the calls so far.
+    how much each masked token counts; a function of the seed and of the step.
     """
 
     def __init__(self, tokenizer: Tokenizer, corpus: np.ndarray, seed: int) -> None:
-        self.tokenizer, self.corpus, self.rng = tokenizer, corpus, random.Random(seed)
+        self.tokenizer, self.corpus, self.seed = tokenizer, corpus, seed
+        self.rng = random.Random(seed)
 
-    def draw(self) -> tuple[Tensor, ...]:
+    def draw(self, step: int) -> tuple[Tensor, ...]:
+        self.rng.seed(f"{self.seed} {step}")
         length = self.rng.choices(list(LENGTHS), list(LENGTHS.values()))[0]
         kinds = self.rng.choices(list(MIX), list(MIX.values()), k=TOKENS // length)
         drawn = [self._masked(*self.row(kind, length)) for kind in kinds]
@@ -114,6 +116,7 @@ class Run:
     model: Llama
     minutes: float
     half: bool  # products in bfloat16; weights and sums stay float32
+    device: torch.device = torch.device("cpu")
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -134,7 +137,6 @@ class Run:
             "count": {"step": self.step, "tokens": self.tokens, "seconds": self.seconds},
             "model": self.model.state_dict(),
             "optimisers": [o.state_dict() for o in self.optimisers],
-            "rows": self.rows.rng.getstate(),
         }
         self.checkpoints.save(self.step, state)
 
@@ -145,21 +147,21 @@ class Run:
         self.model.load_state_dict(state["model"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
-        version, internal, gauss = state["rows"]
-        self.rows.rng.setstate((version, tuple(internal), gauss))
 
 
-def prepare(folder: Path, minutes: float, seed: int) -> Run:
+def prepare(folder: Path, minutes: float, seed: int, device: str) -> Run:
     """A run at step 0: the bundled model's weights, both ways visible."""
     start, tokenizer = reference_export.load(), reference_export.load_tokenizer()
     torch.manual_seed(seed)
     model = Llama(replace(start.shape, causal=False))
     model.load_state_dict(start.state_dict())
+    model.to(device)
     if shutil.which("g++"):
         for layer in model.layers:
             layer.compile(dynamic=False)
     rows = Masked(tokenizer, encode(tokenizer, sources()[0]), seed)
-    return Run(folder, rows, model, minutes, faster_in_half())
+    half = device != "cpu" or faster_in_half()
+    return Run(folder, rows, model, minutes, half, torch.device(device))
 
 
 def loss_of(run: Run, ids: Tensor, given: Tensor, weights: Tensor) -> Tensor:
@@ -173,12 +175,12 @@ def loss_of(run: Run, ids: Tensor, given: Tensor, weights: Tensor) -> Tensor:
 
 
 def train_step(run: Run) -> float:
-    ids, given, weights = run.rows.draw()
+    ids, given, weights = (part.to(run.device) for part in run.rows.draw(run.step))
     rate = min(1.0, (run.step + 1) / WARMUP, max(0.02, (1 - run.progress) / DECAY))
     for optimiser, peaks in zip(run.optimisers, run.peaks, strict=True):
         for group, peak in zip(optimiser.param_groups, peaks, strict=True):
             group["lr"] = rate * peak
-    half = torch.autocast("cpu", torch.bfloat16, enabled=run.half)
+    half = torch.autocast(run.device.type, torch.bfloat16, enabled=run.half)
     with half:
         loss = loss_of(run, ids, given, weights)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -203,8 +205,8 @@ def probe(run: Run) -> dict[str, list[float]]:
             row, start, end = rows.row(kind, max(LENGTHS))
             given = row.copy()
             given[start:] = MASK
-            *_, state = run.model.states(torch.tensor(given[None]))
-            chosen = run.model.head(state[0, start - 1 : -1]).argmax(-1).numpy()
+            *_, state = run.model.states(torch.tensor(given[None]).to(run.device))
+            chosen = run.model.head(state[0, start - 1 : -1]).argmax(-1).cpu().numpy()
             for place in (1, 2, 4, 8, 16, 32, 64, 128):
                 if start + place <= min(end, len(row)):
                     right.setdefault(place, []).append(chosen[place - 1] == row[start + place - 1])
@@ -274,6 +276,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="training time, all sessions")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda: a run may change it")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--export", action="store_true", help="write the model and stop")
     parser.add_argument("--to", type=Path, default=REFERENCE / "diffusion", help="where to")
@@ -282,7 +285,7 @@ def main() -> None:
         return export(options.out, options.to)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    run = prepare(options.out, options.minutes, options.seed)
+    run = prepare(options.out, options.minutes, options.seed, options.device)
     state = run.checkpoints.load()
     if (state is None) == options.resume:
         what, act = (

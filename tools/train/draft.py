@@ -44,18 +44,19 @@ SAVE = 50  # steps
 class Taught:
     """Rows as the bundled model was trained on, and what it says of them."""
 
-    def __init__(self, corpus_folder: Path, half: bool):
-        self.teacher, self.tokenizer, self.half = load(), load_tokenizer(), half
-        self.texts = corpus.prepare(corpus_folder, self.tokenizer, 0)
+    def __init__(self, corpus_folder: Path, half: bool, device: str, seed: int):
+        self.teacher, self.half, self.device = load().to(device), half, torch.device(device)
+        tokenizer = load_tokenizer()
+        self.rows = Rows(tokenizer, corpus.prepare(corpus_folder, tokenizer, 0), seed)
         self.head = self.teacher.embed_tokens.weight.detach()
 
     @torch.no_grad()
-    def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [B,T] of one step, which of their places [B,T] tell something, the states [N,E] at those."""
-        rows = Rows(self.tokenizer, self.texts, 1_000_003 * seed + step)
-        drawn = rows.draw(Stage(ROWS * LENGTH, {LENGTH: 1.0}))
-        tokens, known = drawn.ids[:, :-1], drawn.weights > 0
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+        drawn = self.rows.draw(Stage(ROWS * LENGTH, {LENGTH: 1.0}), step)
+        tokens = drawn.ids[:, :-1].to(self.device)
+        known = (drawn.weights > 0).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             states = self.teacher.norm(last_state(self.teacher, tokens)[known])
         return tokens, known, states
 
@@ -135,7 +136,7 @@ class Run:
         file.with_suffix(".new").replace(file)
 
     def load(self) -> None:
-        state = torch.load(checkpoint(self.options.out), weights_only=True)
+        state = torch.load(checkpoint(self.options.out), "cpu", weights_only=True)
         self.draft.load_state_dict(state["model"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
@@ -143,8 +144,8 @@ class Run:
 
     def learn(self) -> dict[str, float]:
         """One step."""
-        tokens, known, states = self.taught.batch(self.step, self.options.seed)
-        half = torch.autocast("cpu", torch.bfloat16, enabled=self.taught.half)
+        tokens, known, states = self.taught.batch(self.step)
+        half = torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.taught.half)
         with half:
             want = states @ self.taught.head.T
             loss = divergence(self.draft.head(last_state(self.draft, tokens)[known]), want)
@@ -177,7 +178,7 @@ def checkpoint(folder: Path) -> Path:
 
 def stored(folder: Path) -> Llama:
     """The draft of a run."""
-    state = torch.load(checkpoint(folder), weights_only=True)
+    state = torch.load(checkpoint(folder), "cpu", weights_only=True)
     draft = Llama(Shape(**state["shape"]))
     draft.load_state_dict(state["model"])
     return draft.eval()
@@ -227,7 +228,7 @@ def acceptance(teacher: Llama, tokenizer: Tokenizer, draft: Llama) -> dict[str, 
 
 def told(folder: Path) -> dict[str, Any]:
     """What a run was and what its draft reaches."""
-    state = torch.load(checkpoint(folder), weights_only=True)
+    state = torch.load(checkpoint(folder), "cpu", weights_only=True)
     found = acceptance(load(), load_tokenizer(), stored(folder))
     return {
         "steps": state["step"],
@@ -255,7 +256,9 @@ def export(folder: Path, other: Path) -> None:
     }
     count = sum(p.numel() for p in draft.parameters())
     shipped = (
-        "plain" if torch.load(checkpoint(folder), weights_only=True)["keep"] == 1 else "adaspec"
+        "plain"
+        if torch.load(checkpoint(folder), "cpu", weights_only=True)["keep"] == 1
+        else "adaspec"
     )
     write_json(
         DRAFT / "training.json", {"parameters": count, **shape, "shipped": shipped, "runs": runs}
@@ -285,6 +288,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda: a run may change it")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--evaluate", action="store_true", help="measure the run's draft and stop")
     parser.add_argument("--export", action="store_true", help="write api/reference/draft and stop")
@@ -308,10 +312,13 @@ def main() -> None:
         )
         raise SystemExit(f"{checkpoint(options.out)} {what}: {act}, or choose another --out")
     options.out.mkdir(parents=True, exist_ok=True)
-    taught = Taught(options.corpus or options.out, faster_in_half())
+    half = options.device != "cpu" or faster_in_half()
+    taught = Taught(options.corpus or options.out, half, options.device, options.seed)
     torch.manual_seed(options.seed)
     reference = None if options.reference is None else stored(options.reference)
-    run = Run(taught, beginning(taught.teacher, SHAPE), options, reference)
+    if reference is not None:
+        reference.to(options.device)
+    run = Run(taught, beginning(load(), SHAPE).to(options.device), options, reference)
     if options.resume:
         run.load()
     train(run)

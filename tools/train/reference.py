@@ -21,6 +21,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,16 +31,18 @@ import carried
 import corpus
 import reference_export
 import torch
+from ahead import ahead
 from checkpoints import Checkpoints, lock
 from curves import draw
 from half import faster_in_half
 from losses import head_distance, head_loss
 from reference_data import REFERENCE
 from reference_model import Llama, Shape, optimisers
-from rows import KINDS, STAGES, Rows, Stage
+from rows import KINDS, STAGES, Batch, Rows, Stage
 from tokenizers import Tokenizer
 from torch import Tensor
 
+WORKERS = 8  # processes that draw rows while a GPU works
 WARMUP = 100  # steps, of a run and after a start from weights alone
 EXITS, DROP = (
     0.3,
@@ -98,9 +101,8 @@ class Run:
         self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimisers]
         self.checkpoints = Checkpoints(self.folder)
         self.saved = -1  # the step of the newest checkpoint
-        self.sums = torch.zeros(
-            len(KINDS), 2, dtype=torch.float64
-        )  # of losses and of tokens, by kind
+        # of losses and of tokens, by kind
+        self.sums = torch.zeros(len(KINDS), 2, dtype=torch.float64, device=self.device)
 
     def save(self) -> None:
         if self.saved == self.count.step:
@@ -115,7 +117,6 @@ class Run:
                 "model": self.model.state_dict(),
                 "optimisers": [o.state_dict() for o in self.optimisers],
                 "torch": torch.get_rng_state(),
-                "rows": self.rows.rng.getstate(),
             },
         )
         self.saved = self.count.step
@@ -137,21 +138,26 @@ class Run:
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
         torch.set_rng_state(state["torch"])
-        version, internal, gauss = state["rows"]
-        self.rows.rng.setstate((version, tuple(internal), gauss))
 
     @cached_property
     def glance(self) -> Tensor:
         """[5,1025] of the held-out files: they are measured whole by --evaluate."""
         return reference_export.windows(self.tokenizer)[::11]
 
-    @property
-    def stage(self) -> Stage:
+    def stage(self, tokens: int) -> Stage:
         """By the tokens so far; the last one in the second half of a decay, whenever that comes."""
         *earlier, last = self.plan.stages
-        if self.decay and self.decay.rate(self.count.tokens) <= 0.5:
+        if self.decay and self.decay.rate(tokens) <= 0.5:
             return last
-        return next((s for s in earlier if self.count.tokens < s.until), last)
+        return next((s for s in earlier if tokens < s.until), last)
+
+    def steps(self) -> Iterator[tuple[Stage, int]]:
+        """What the batches from here on are drawn by, without an end."""
+        step, tokens = self.count.step, self.count.tokens
+        while True:
+            stage = self.stage(tokens)
+            yield stage, step
+            step, tokens = step + 1, tokens + self.rows.scale * stage.tokens
 
     @property
     def done(self) -> bool:
@@ -170,11 +176,11 @@ def prepare(folder: Path, plan: Plan, seed: int = 0, device: str = "cpu", scale:
     if state is not None:
         run.load(state)
     elif plan.shape == Shape():
-        _begin_from_newest(run, seed)
+        _begin_from_newest(run)
     return run
 
 
-def _begin_from_newest(run: Run, seed: int) -> None:
+def _begin_from_newest(run: Run) -> None:
     """Weights and log of the release or of the carried state, whichever has seen more; else nothing."""
     released = json.loads((REFERENCE / "training.json").read_text())
     found = [
@@ -192,7 +198,6 @@ def _begin_from_newest(run: Run, seed: int) -> None:
     count = told["trained"]
     run.count = Counters(count["step"], count["tokens"], count["seconds"])
     run.decay = Decay(**told["decay"]) if told.get("decay") else None
-    run.rows.rng.seed(f"{seed} {run.count.tokens}")
     lines = "".join(json.dumps(line) + "\n" for line in told["lines"])
     if not (run.folder / "log.jsonl").exists():
         (run.folder / "log.jsonl").write_text(lines)
@@ -206,30 +211,29 @@ def exit_share(layer: int, layers: int) -> float:
     return early / (early + last)
 
 
-def loss_of(run: Run, ids: Tensor, weights: Tensor, kinds: Tensor) -> Tensor:
+def loss_of(run: Run, batch: Batch) -> Tensor:
     """The loss to descend: the last layer's on the text, and the distance from it of one early exit, in turn, at a
     quarter of the positions. What drafts by an exit, or stops there, wants what the last layer says, not the text.
     """
     model, head = run.model, run.model.embed_tokens.weight
+    ids, weights, kinds, known = batch
     states = list(model.states(ids[:, :-1], DROP))
-    known = weights.flatten().nonzero().squeeze(1)
     target, weight = ids[:, 1:].flatten()[known], weights.flatten()[known]
     normed = model.norm(states[-1].flatten(0, 1)[known])
     last, each = head_loss(normed, head, target, weight / weight.sum())
-    of = kinds.flatten()[known].cpu()
-    run.sums[:, 0].index_add_(0, of, each.double().cpu())
-    run.sums[:, 1].index_add_(0, of, torch.ones(len(of), dtype=torch.float64))
+    of = kinds.flatten()[known]
+    run.sums[:, 0].index_add_(0, of, each.double())
+    run.sums[:, 1].index_add_(0, of, torch.ones_like(each, dtype=torch.float64))
     layers = len(states)
     early = 1 + run.count.step % (layers - 2)
-    few = torch.randperm(len(known))[: max(1, len(known) // 4)].to(ids.device)
+    few = slice(run.count.step // (layers - 2) % min(4, max(1, len(known))), None, 4)
     own = model.norm(states[early].flatten(0, 1)[known[few]])
     share = exit_share(early, layers)
     return (1 - share) * last + share * head_distance(own, head, normed[few])
 
 
-def train_step(run: Run) -> None:
-    batch = run.rows.draw(run.stage)
-    ids, weights, kinds = (part.to(run.device) for part in (batch.ids, batch.weights, batch.kinds))
+def train_step(run: Run, batch: Batch) -> None:
+    batch = Batch(*(part.to(run.device, non_blocking=True) for part in batch))
     rate = min(1.0, (run.count.warm + 1) / WARMUP) * (
         run.decay.rate(run.count.tokens) if run.decay else 1.0
     )
@@ -238,7 +242,7 @@ def train_step(run: Run) -> None:
             group["lr"] = rate * peak
     half = torch.autocast(run.device.type, torch.bfloat16, enabled=run.half)
     with half:
-        loss = loss_of(run, ids, weights, kinds)
+        loss = loss_of(run, batch)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimiser in run.optimisers:
@@ -247,7 +251,7 @@ def train_step(run: Run) -> None:
         optimiser.zero_grad()
     run.count.step += 1
     run.count.warm += 1
-    run.count.tokens += weights.numel()
+    run.count.tokens += batch.weights.numel()
 
 
 @torch.no_grad()
@@ -264,7 +268,7 @@ def agreement(run: Run) -> tuple[list[float], float]:
 
 
 def log_line(run: Run, rate: float) -> dict[str, Any]:
-    losses, tokens = run.sums.unbind(1)
+    losses, tokens = run.sums.cpu().unbind(1)
     told = {
         kind: round(float(losses[i] / tokens[i]), 4) for i, kind in enumerate(KINDS) if tokens[i]
     }
@@ -284,10 +288,11 @@ def train(run: Run, until: int | None = None) -> None:
     signal.signal(signal.SIGINT, stop)
     begun = saved = told = time.monotonic()
     base, before = run.count.seconds, run.count.tokens
+    batches = ahead(run.rows.draw, run.steps(), 0 if run.device.type == "cpu" else WORKERS)
     try:
         with (run.folder / "log.jsonl").open("a") as log:
             while not (run.stopping or run.done or (until and run.count.tokens >= until)):
-                train_step(run)
+                train_step(run, next(batches))
                 now = time.monotonic()
                 run.count.seconds = base + now - begun
                 if now - told >= run.plan.tell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -47,8 +48,8 @@ def bundled_rows(length: int, rows: int, seed: int) -> Iterator[tuple[Tensor, Te
     texts = sources()[0]
     np.random.default_rng(seed).shuffle(texts)  # type: ignore[arg-type]
     drawn = Rows(tokenizer, {"library": encode(tokenizer, texts[: len(texts) // 3])}, seed, mix=MIX)
-    while True:
-        batch = drawn.draw(Stage(rows * length, {length: 1.0}))
+    for step in itertools.count():
+        batch = drawn.draw(Stage(rows * length, {length: 1.0}), step)
         yield batch.ids, batch.weights
 
 
