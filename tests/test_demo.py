@@ -5,7 +5,7 @@ import pytest
 import accel
 from accel.commands import demo
 from accel.reference.examples import Example, examples
-from accel.reference.functions import body, heads
+from accel.reference.functions import body, completes, heads
 
 
 def test_demo_refuses_tokens_that_differ(monkeypatch):
@@ -31,17 +31,24 @@ def test_an_answer_is_right_where_it_stands_to_the_last_letter():
 
 def test_a_function_is_judged_without_what_comes_after_it():
     function, *_ = examples()
-    assert function.verdict("    return text.splitlines()[-1]\n\n\ndef (((") == "parses"
-    assert function.verdict("    return text\n    if x") == "parses", "the last line was cut off"
-    assert function.verdict("    return (text\n\n\ndef other():\n") == "does not parse"
-    assert function.verdict("") == function.verdict("def next():\n") == "does not parse"
-    assert body("  a\n\n  b\n\nclass A:\n") == "  a\n\n  b\n"
+    assert function.verdict("\n    return text.splitlines()[-1]\n\n\ndef (((") == "parses"
+    assert function.verdict("\n    return text\n    if x") == "parses", "the last line was cut off"
+    assert function.verdict("\n    return (text\n\n\ndef other():\n") == "does not parse"
+    assert function.verdict("") == function.verdict("\ndef next():\n") == "does not parse"
+    assert body("def f():", "\n  a\n\n  b\n\nclass A:\n") == "\n  a\n\n  b\n"
+
+
+def test_a_method_ends_where_the_next_one_begins():
+    head = "    def f(self):"
+    assert body(head, "\n        pass\n    def (((\n") == "\n        pass\n"
+    assert completes(head, "\n        pass\n    def (((\n")
+    assert not completes(head, "\n        pass)\n    def g(self):\n")
+    assert not completes(head, "\n    pass\n"), "it has no body"
 
 
 def test_heads_of_functions():
-    method = '    def f(self,\n          x):\n        """It\n        does."""\n        return 1\n'
-    source = f"class A:\n{method}\n    def g(self): return 2\n\ndef h():\n    pass\n"
-    assert heads(source) == [
-        "def h():\n",
-        'def f(self,\n      x):\n    """It\n    does."""\n',
-    ]
+    method = '    def f(self,\n          x):\n        """It\n        does."""'
+    source = (
+        f"class A:\n{method}\n        return 1\n\n    def g(self): return 2\n\ndef h():\n    pass\n"
+    )
+    assert heads(source) == ["def h():", method]

@@ -10,8 +10,7 @@ from accel.reference.functions import body, completes
 
 KEY_PROMPT = 1000  # tokens
 _FUNCTION = '''def last_line(text):
-    """Return the last line of a text."""
-'''
+    """Return the last line of a text."""'''
 _TOTAL = """def total(items):
     result = 0
     for item in items:
@@ -32,7 +31,9 @@ class Example:
 
     def shown(self, text: str) -> str:
         """What the model wrote, without what comes after the answer."""
-        return text[: len(self.wanted)] if self.wanted else body(text).strip("\n") or text
+        return (
+            text[: len(self.wanted)] if self.wanted else body(self.prompt, text).strip("\n") or text
+        )
 
     def verdict(self, text: str) -> str:
         """Whether the text is what it should be, in a few words."""
