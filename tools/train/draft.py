@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import asdict, dataclass, field
@@ -36,7 +37,7 @@ from torch import Tensor
 
 DRAFT = REFERENCE / "draft"
 SHAPE = Shape(hidden=128, layers=2, ffn=352)
-LENGTH, ROWS = 768, 4  # of a row, of a step
+LENGTH, ROWS = 768, 8  # of a row, of a step
 WARMUP, DECAY = 20, 0.4
 SAVE = 50  # steps
 
@@ -319,6 +320,9 @@ def main() -> None:
     if reference is not None:
         reference.to(options.device)
     run = Run(taught, beginning(load(), SHAPE).to(options.device), options, reference)
+    if options.device != "cpu" or shutil.which("g++"):
+        for layer in (*taught.teacher.layers, *run.draft.layers):
+            layer.compile(dynamic=False)
     if options.resume:
         run.load()
     train(run)

@@ -2,13 +2,11 @@
 
     python tools/train/reference.py --run DIR --resume              # train, from the newest whole checkpoint
     python tools/train/reference.py --run DIR --release TOKENS      # decay a copy over so many tokens, and export it
-    python tools/train/reference.py --run DIR --carry               # write its state here, small, to be committed
     python tools/train/reference.py --evaluate                      # measure api/reference
 
 The rate is warmed up and then held (warm-up, stable, decay): every stable checkpoint can be prolonged, or
 decayed into a release. DIR holds the encoded corpus, two checkpoints, `log.jsonl` (a line a minute), `curves.png`.
-Where DIR is new, training goes on from the newer of the release in api/reference, if this trainer made it, and of the
-state in tools/train/carried.
+Where DIR is new, training goes on from the release in api/reference.
 A run yields to everything else on the machine (nice 19); SIGTERM and Ctrl-C save it.
 """
 
@@ -27,7 +25,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import carried
 import corpus
 import reference_export
 import torch
@@ -48,7 +45,6 @@ EXITS, DROP = (
     0.3,
     0.1,
 )  # the scale of the early-exit loss and the last layer's dropout, as LayerSkip has them
-TRAINER = "warm-up, stable, decay"  # in training.json: weights that this trainer can go on with
 
 
 @dataclass
@@ -176,30 +172,18 @@ def prepare(folder: Path, plan: Plan, seed: int = 0, device: str = "cpu", scale:
     if state is not None:
         run.load(state)
     elif plan.shape == Shape():
-        _begin_from_newest(run)
+        _begin_from_release(run)
     return run
 
 
-def _begin_from_newest(run: Run) -> None:
-    """Weights and log of the release or of the carried state, whichever has seen more; else nothing."""
-    released = json.loads((REFERENCE / "training.json").read_text())
-    found = [
-        (told, weights)
-        for told, weights in (
-            (released, lambda: reference_export.load().state_dict()),
-            (carried.facts(), carried.weights),
-        )
-        if told.get("trainer") == TRAINER
-    ]
-    if not found:
-        return
-    told, weights = max(found, key=lambda one: one[0]["trained"]["tokens"])
-    run.model.load_state_dict(weights())
+def _begin_from_release(run: Run) -> None:
+    """Weights, counts and log of api/reference."""
+    told = json.loads((REFERENCE / "training.json").read_text())
+    run.model.load_state_dict(reference_export.load().state_dict())
     count = told["trained"]
     run.count = Counters(count["step"], count["tokens"], count["seconds"])
-    run.decay = Decay(**told["decay"]) if told.get("decay") else None
-    lines = "".join(json.dumps(line) + "\n" for line in told["lines"])
     if not (run.folder / "log.jsonl").exists():
+        lines = "".join(json.dumps(line) + "\n" for line in told["lines"])
         (run.folder / "log.jsonl").write_text(lines)
     print(f"goes on at {run.count.tokens / 1e6:.1f} M tokens", flush=True)
 
@@ -295,7 +279,7 @@ def train(run: Run, until: int | None = None) -> None:
                 train_step(run, next(batches))
                 now = time.monotonic()
                 run.count.seconds = base + now - begun
-                if now - told >= run.plan.tell:
+                if now - told >= run.plan.tell or run.done:
                     line = log_line(run, (run.count.tokens - before) / (now - told))
                     told, before = time.monotonic(), run.count.tokens
                     print(json.dumps(line), file=log, flush=True)
@@ -326,7 +310,7 @@ def release(folder: Path, tokens: int, options: argparse.Namespace) -> None:
     run.decay = run.decay or Decay(run.count.tokens, tokens)
     train(run)
     if run.done:
-        reference_export.export(out, TRAINER)
+        reference_export.export(out)
         shutil.copy2(out / "curves.png", REFERENCE / "curves.png")
         shutil.rmtree(out)
 
@@ -351,9 +335,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--until", type=float, help="stop at so many million tokens")
     parser.add_argument(
         "--release", type=float, metavar="TOKENS", help="decay over so many million tokens, export"
-    )
-    parser.add_argument(
-        "--carry", action="store_true", help="write the newest checkpoint to tools/train/carried"
     )
     parser.add_argument("--evaluate", action="store_true", help="measure api/reference and stop")
     parser.add_argument(
@@ -383,9 +364,6 @@ def main() -> None:
         return
     if options.run is None:
         raise SystemExit("give --run DIR, a folder outside the checkout")
-    if options.carry:
-        carried.save(options.run, TRAINER)
-        return
     options.run.mkdir(parents=True, exist_ok=True)
     with lock(options.run):
         if options.release:

@@ -87,7 +87,7 @@ def write_json(path: Path, value: Any) -> None:
     replace(path, lambda path: path.write_text(json.dumps(value, indent=2) + "\n"))
 
 
-def export(folder: Path, trainer: str) -> None:
+def export(folder: Path) -> None:
     """The run's newest checkpoint as float16 weights with everything `transformers` needs beside them."""
     state = Checkpoints(folder).load()
     assert state is not None, folder
@@ -101,15 +101,17 @@ def export(folder: Path, trainer: str) -> None:
     replace(
         REFERENCE / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"})
     )
-    log = compact({"trainer": trainer, "trained": state["count"]}, folder / "log.jsonl")
+    log = compact({"trained": state["count"]}, folder / "log.jsonl")
     replace(REFERENCE / "training.json", lambda path: path.write_text(log))
     print(f"exported step {state['count']['step']} to {REFERENCE.name}/")
 
 
 def compact(facts: dict[str, Any], log: Path) -> str:
-    """The facts of a run and about `LOGGED` entries of its log as JSON, one to a line, so that changes can be read."""
+    """The facts of a run and about `LOGGED` entries of its log as JSON, the last one too, one to a line: changes can be
+    read.
+    """
     lines = log.read_text().splitlines()
-    chosen = ",\n".join(lines[:: max(1, len(lines) // LOGGED)])
+    chosen = ",\n".join(lines[:: -max(1, len(lines) // LOGGED)][::-1])
     return f'{json.dumps(facts)[:-1]}, "lines": [\n{chosen}\n]}}\n'
 
 
