@@ -23,9 +23,9 @@ def test_an_answer_is_right_where_it_stands_to_the_last_letter():
     function, key, edit = examples()
     assert key.verdict(key.wanted + "\n# question") == "right"
     assert key.verdict(key.wanted[:-1]) == key.verdict("") == "wrong"
-    assert "amount += item.price" in edit.wanted and "result" not in edit.wanted
+    assert "output += item.price" in edit.wanted and "result" not in edit.wanted
     assert edit.verdict(edit.wanted) == "right"
-    assert edit.verdict(edit.wanted.replace("amount", "result", 1)) == "wrong"
+    assert edit.verdict(edit.wanted.replace("output", "result", 1)) == "wrong"
     assert edit.shown(edit.wanted + "more") == edit.wanted
 
 

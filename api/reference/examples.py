@@ -44,9 +44,9 @@ class Example:
 
 def examples() -> list[Example]:
     key, number = tasks.make("pass_key", random.Random("demo"), KEY_PROMPT)
-    edit = f"# before\n{_TOTAL}\n\n# after, result becomes amount\n"
+    edit = f"# before\n{_TOTAL}\n\n# after, result becomes output\n"
     return [
         Example("function", "completes a function", _FUNCTION, 64),
         Example("key", f"finds a key in a prompt of {KEY_PROMPT} tokens", key, 8, number),
-        Example("edit", "applies an edit", edit, 56, _TOTAL.replace("result", "amount")),
+        Example("edit", "applies an edit", edit, 56, _TOTAL.replace("result", "output")),
     ]
