@@ -98,7 +98,9 @@ def begun(tmp_path):
             )
 
     def make(name, steps=12, reference=None, keep=0.4):
-        options = argparse.Namespace(out=tmp_path / name, steps=steps, rate=1.0, keep=keep, seed=0)
+        options = argparse.Namespace(
+            out=tmp_path / name, steps=steps, rows=2, rate=1.0, keep=keep, seed=0
+        )
         options.out.mkdir(exist_ok=True)
         torch.manual_seed(0)
         shape = Shape(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +31,6 @@ GPU_SHAPES: dict[str, dict[str, Any]] = {
         max_position_embeddings=8192, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-Turn = Callable[[], list[list[int]]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU where kernels are interpreted
 
 

@@ -28,7 +28,7 @@ def ahead(draw: Callable[..., Any], wanted: Iterable[Any], workers: int) -> Iter
         batch_size=None,
         num_workers=workers,
         prefetch_factor=8 if workers else None,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=workers > 0 and torch.cuda.is_available(),
         generator=torch.Generator(),
     )
     return iter(loader)

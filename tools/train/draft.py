@@ -37,7 +37,7 @@ from torch import Tensor
 
 DRAFT = REFERENCE / "draft"
 SHAPE = Shape(hidden=128, layers=2, ffn=352)
-LENGTH, ROWS = 768, 8  # of a row, of a step
+LENGTH = 768  # of a row
 WARMUP, DECAY = 20, 0.4
 SAVE = 50  # steps
 
@@ -45,16 +45,18 @@ SAVE = 50  # steps
 class Taught:
     """Rows as the bundled model was trained on, and what it says of them."""
 
-    def __init__(self, corpus_folder: Path, half: bool, device: str, seed: int):
-        self.teacher, self.half, self.device = load().to(device), half, torch.device(device)
+    def __init__(self, corpus_folder: Path, half: bool, options: argparse.Namespace):
+        self.device = torch.device(options.device)
+        self.teacher, self.half = load().to(self.device), half
         tokenizer = load_tokenizer()
-        self.rows = Rows(tokenizer, corpus.prepare(corpus_folder, tokenizer, 0), seed)
+        self.rows = Rows(tokenizer, corpus.prepare(corpus_folder, tokenizer, 0), options.seed)
+        self.stage = Stage(options.rows * LENGTH, {LENGTH: 1.0})
         self.head = self.teacher.embed_tokens.weight.detach()
 
     @torch.no_grad()
     def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [B,T] of one step, which of their places [B,T] tell something, the states [N,E] at those."""
-        drawn = self.rows.draw(Stage(ROWS * LENGTH, {LENGTH: 1.0}), step)
+        drawn = self.rows.draw(self.stage, step)
         tokens = drawn.ids[:, :-1].to(self.device)
         known = (drawn.weights > 0).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
@@ -130,6 +132,7 @@ class Run:
             "optimisers": [o.state_dict() for o in self.optimisers],
             "step": self.step,
             "seconds": self.seconds,
+            "rows": self.options.rows,
             "keep": 1.0 if self.reference is None else self.options.keep,
         }
         file = checkpoint(self.options.out)
@@ -249,18 +252,15 @@ def export(folder: Path, other: Path) -> None:
     write_json(DRAFT / "config.json", config(draft.shape))
     write_over(DRAFT / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
     runs = {"plain" if run["keep"] == 1 else "adaspec": run for run in (told(folder), told(other))}
+    state = torch.load(checkpoint(folder), "cpu", weights_only=True)
     shape = {
         "layers": draft.shape.layers,
         "hidden": draft.shape.hidden,
-        "rows": ROWS,
+        "rows": state["rows"],
         "length": LENGTH,
     }
     count = sum(p.numel() for p in draft.parameters())
-    shipped = (
-        "plain"
-        if torch.load(checkpoint(folder), "cpu", weights_only=True)["keep"] == 1
-        else "adaspec"
-    )
+    shipped = "plain" if state["keep"] == 1 else "adaspec"
     write_json(
         DRAFT / "training.json", {"parameters": count, **shape, "shipped": shipped, "runs": runs}
     )
@@ -275,7 +275,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--corpus", type=Path, help="folder that holds the encoded text (default: OUT)"
     )
-    parser.add_argument("--steps", type=int, default=2000, help=f"of {ROWS} rows, all sessions")
+    parser.add_argument("--steps", type=int, default=2000, help="in all sessions")
+    parser.add_argument("--rows", type=int, default=8, help=f"of {LENGTH} tokens, of a step")
     parser.add_argument(
         "--rate", type=float, default=1.0, help="times the bundled model's learning rates"
     )
@@ -314,7 +315,7 @@ def main() -> None:
         raise SystemExit(f"{checkpoint(options.out)} {what}: {act}, or choose another --out")
     options.out.mkdir(parents=True, exist_ok=True)
     half = options.device != "cpu" or faster_in_half()
-    taught = Taught(options.corpus or options.out, half, options.device, options.seed)
+    taught = Taught(options.corpus or options.out, half, options)
     torch.manual_seed(options.seed)
     reference = None if options.reference is None else stored(options.reference)
     if reference is not None:

@@ -54,8 +54,9 @@ second run keeps only the {keep:.0%} of the tokens of each step at which it is m
 one (AdaSPEC). Both took {draft_steps} steps of {draft_rows} rows of {draft_length} tokens, the same rows in
 the same order, {draft_seconds} s in all.
 
-    python tools/train/draft.py --out RUN --steps {draft_steps}
-    python tools/train/draft.py --out RUN2 --steps {draft_steps} --corpus RUN --reference RUN --keep {keep}
+    python tools/train/draft.py --out RUN --steps {draft_steps} --rows {draft_rows}
+    python tools/train/draft.py --out RUN2 --steps {draft_steps} --rows {draft_rows} --corpus RUN \\
+        --reference RUN --keep {keep}
     python tools/train/draft.py --out {shipped_run} --reference {other_run} --export
 
 Over the held-out files, {held} tokens: the chance that a token drawn from the draft stands (the mean of
