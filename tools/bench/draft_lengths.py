@@ -1,6 +1,6 @@
 """What lengths make of the bundled draft model: tokens of a call of the model, and calls of the draft for each of them.
 
-    python tools/bench/bench_lengths.py [--prompts 2] [--tokens 96] [--temperature 0] [--recipe NAME] [--cost COST]
+    python tools/bench/draft_lengths.py [--prompts 2] [--tokens 96] [--temperature 0] [--recipe NAME] [--cost COST]
 
 Greedy, or with --temperature, over the six kinds of prompts. --cost: what a call of the draft model takes, a call of
 the model being 1, whatever its width; by it the last column says how many times as fast as plain decoding that is. The
