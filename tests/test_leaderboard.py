@@ -54,7 +54,8 @@ def result(name, share, kl, **more):
         for d in range(measure.DEPTHS)
     ]
     return {
-        "name": name, "recipe": recipe, "value": float(value) if value else None, "family": "kv",
+        "name": name, "recipe": recipe, "option": "tokens_kept" if value else "", "family": "kv",
+        "value": float(value) if value else None,
         "samples": {"windows": 1, "prompts": 2, "rounds": 3}, "kv_bytes": int(1e7 * share), "peak_memory": 10**8,
         "quality": {"perplexity": 50.0, "kl": kl, "agreement": 1 - kl, "tokens": 9},
         "recall": {c: [1, 2] if c.endswith("0") else [2, 2] for c in cells},
@@ -67,9 +68,16 @@ def test_the_page(tmp_path):
     kinds = {"copy": 1.9, "code": 1.2, "free": 1.4}
     loop = {"speedup": 1.5, "kinds": kinds, "tokens_per_check": 2.5, "equal": 6, "texts": 6}
     rows += [result("guesses", 1, 0, loop=loop), result("plain", 1, 0, loop=None)]
-    page.write(tmp_path, [*rows, {"name": "odd", "refused": "no cache of keys"}])
+    page.write(
+        tmp_path,
+        [*rows, {"name": "odd", "refused": "no cache of keys"}],
+        {"some@128", "guesses", "plain"},
+    )
     text = (tmp_path / "leaderboard.md").read_text()
-    assert "| some@128 | kv | 50.0 | 0.3000 | 70.0% | 88 | 88 | 2.50 | 0.25 |" in text
+    assert "| some@128 | kv | 50.00 | 0.3000 | 70.0% | 88 | 88 | 2.50 | 0.25 |" in text
+    assert "| some@512 |" not in text, "one row for each recipe"
+    assert "| recipe | option | 64 | 128 | 256 | 512 |" in text
+    assert "| some | `tokens_kept` | – | 0.3000, 88 | – | 0.1000, 88 |" in text
     assert "- `odd`: no cache of keys" in text
     assert "| guesses | 1.50 | 1.20 (code) | 1.90 (copy) | 2.50 | 6 of 6 |" in text
     for picture in ("budget", "recall", "speed"):
@@ -92,7 +100,7 @@ def test_parts_of_a_case_are_measured_apart(tmp_path):
     assert leaderboard.missing(case, {"some@5": {"refused": "no"}}, both) == []
     rows = [result("base", 1, 0), result("some@128", 0.25, 0.3)]
     del rows[1]["speed"], rows[1]["peak_memory"]
-    page.write(tmp_path, rows)
+    page.write(tmp_path, rows, {"base", "some@128"})
     assert "| 0.25 | – | – | – |" in (tmp_path / "leaderboard.md").read_text()
 
 

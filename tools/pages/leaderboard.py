@@ -55,13 +55,14 @@ SWEEPS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("depth", "threshold"): (0.9, 0.5),
     ("depth", "share"): (0.25, 0.125),
 }  # fmt: skip
-# (axis, option) -> other options that fit the values, where the method has them
+# (axis, option or method) -> other options that fit the values, where the method has them
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("prefill.sparse", "budget"): {
         "segment": 128, "block": 16, "threshold": 0, "observe": 32, "columns": 64, "sinks": 16, "least": 64,
         "window": 64,
     },
-    ("kv.select", "tokens_read"): {"floor": 0},
+    ("kv.budget", "pyramidkv"): {"beta": 4.0},  # else its least budget is below its window, and all are equal
+    ("kv.select", "tokens_read"): {"floor": 0, "sinks": 16, "window": 32, "outliers": 4},
 }  # fmt: skip
 INSTEAD = ("compression_ratio",)  # options that would make a swept one count for nothing
 
@@ -90,6 +91,11 @@ def cases() -> list[Case]:
     return [Case("base"), *(case for turn in turns for case in turn)]
 
 
+def chosen() -> set[str]:
+    """The names of the cases that stand for their recipes: each at the first of its values."""
+    return {_swept(name)[0].name for name in suited()}
+
+
 def suited() -> list[str]:
     """The recipes of causal models, which the bundled one is, but for schedules, which change no request."""
     return [
@@ -111,7 +117,8 @@ def _swept(name: str) -> list[Case]:
         fields = {f.name for f in dataclasses.fields(axes[axis].method(tables[axis]["use"]))}
         if option in fields:
             table = {n: v for n, v in tables[axis].items() if n not in INSTEAD}
-            table |= {n: v for n, v in BESIDE.get((axis, option), {}).items() if n in fields}
+            beside = {**BESIDE.get((axis, option), {}), **BESIDE.get((axis, table["use"]), {})}
+            table |= {n: v for n, v in beside.items() if n in fields}
             return [Case(name, option, v, {**tables, axis: {**table, option: v}}) for v in values]
     return [Case(name, tables=tables)]
 
@@ -252,18 +259,18 @@ def main() -> int:
     if options.quick:
         amount = measure.Amount(1, 1, 1)
     if not options.write:
-        chosen = cases()
+        wanted = cases()
         if options.only:
-            known = {c.recipe for c in chosen}
+            known = {c.recipe for c in wanted}
             if wrong := [n for n in options.only if n not in known]:
                 parser.error(f"no recipe {wrong[0]!r}; there are {', '.join(sorted(known))}")
-            chosen = [c for c in chosen if c.recipe in (*options.only, "base")]
+            wanted = [c for c in wanted if c.recipe in (*options.only, "base")]
         there = results_of(options.results, options.docs / COMMITTED)
         parts = options.part or list(measure.PARTS)
         if options.jobs < 1 or (options.jobs > 1 and parts != ["quality"]):
             parser.error(f"--jobs is {options.jobs}; give 1, or more with --part quality alone")
-        wanted = {c: parts if options.again else missing(c, there, parts) for c in chosen}
-        if todo := {c: left for c, left in wanted.items() if left}:
+        left = {c: parts if options.again else missing(c, there, parts) for c in wanted}
+        if todo := {c: some for c, some in left.items() if some}:
             if options.jobs > 1:
                 run_together(todo, options.results, amount, options.jobs)
             else:
@@ -272,7 +279,7 @@ def main() -> int:
     found = [results[name] for name in sorted(results)]
     if not any(r["name"] == "base" and "quality" in r for r in found):
         parser.error(f"{options.results} holds no result of base; run without --write")
-    write(options.docs, found)
+    write(options.docs, found, chosen())
     lines = [json.dumps(one, separators=(",", ":")) for one in found]
     (options.docs / COMMITTED).write_text("\n".join([*lines, ""]), encoding="utf-8")
     return 0

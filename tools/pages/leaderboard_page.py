@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +10,32 @@ from leaderboard_measure import DEPTHS, LENGTHS, MEMORY_PROMPT, NEW, PROMPT, STE
 
 TEMPLATE = Path(__file__).with_name("leaderboard.md")  # the page, and what people wrote on it
 INK, FAINT = "#1f2937", "#d5dbe3"
-COLOURS = (
-    "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#17becf", "#bcbd22",
-    "#7f7f7f", "#0b3d66", "#7a1f1f", "#145214", "#3d2a5c",
-)  # fmt: skip
-MARKS = "osD^vP*Xph<>"
+KNOWN = {  # drawn in colour, to be found among the others
+    "snapkv": "#1f77b4", "streaming-llm": "#ff7f0e", "h2o": "#2ca02c", "kv-random": "#d62728",
+}  # fmt: skip
+COUNTS = (64, 128, 256, 512)  # tokens that cases keep or read
 FLOOR = 1e-4  # a divergence below this is drawn here
 Result = dict[str, Any]
 
 
-def write(folder: Path, results: list[Result]) -> None:
-    """The page and its pictures."""
+def write(folder: Path, results: list[Result], chosen: Collection[str]) -> None:
+    """The page and its pictures; `chosen`: names of the cases that stand for their recipes, one of each."""
     pictures = folder / "leaderboard"
     pictures.mkdir(parents=True, exist_ok=True)
     right = sorted((r for r in results if "quality" in r), key=_order)
     base = next(r for r in right if r["name"] == "base")
     _budget_picture(pictures / "budget.png", right, base)
-    _recall_picture(pictures / "recall.png", right)
-    _speed_picture(pictures / "speed.png", right)
+    each = [r for r in right if r["name"] in chosen]
+    losing = [r for r in each if share(r) < share(base)]
+    _recall_picture(pictures / "recall.png", [base, *losing])
+    _speed_picture(pictures / "speed.png", each)
     samples = base["samples"]
     refused = [f"- `{r['name']}`: {r['refused']}" for r in results if "refused" in r]
     text = TEMPLATE.read_text(encoding="utf-8").format(
         windows=samples["windows"], prompt=PROMPT, steps=STEPS, memory=MEMORY_PROMPT,
         asked=samples["prompts"] * DEPTHS * len(TASKS), tasks=", ".join(f"`{t}`" for t in TASKS),
-        rounds=samples["rounds"], table="\n".join(_table(right, base)),
+        rounds=samples["rounds"], table="\n".join(_table(each, base)),
+        budgets="\n\n".join("\n".join(rows) for rows in _budgets(right)),
         new=NEW, loops="\n".join(_loops(right)),
         refused="\n".join(["## Refused\n", *refused]) if refused else "",
     )  # fmt: skip
@@ -68,12 +71,44 @@ def _table(results: list[Result], base: Result) -> list[str]:
             "1" if own else _ratio(r.get("speed", {}).get(part)) for part in ("prefill", "decode")
         ]
         rows.append(
-            f"| {r['name']} | {r['family']} | {q['perplexity']:.1f} | {q['kl']:.4f} | {q['agreement']:.1%} "
+            f"| {r['name']} | {r['family']} | {q['perplexity']:.2f} | {q['kl']:.4f} | {q['agreement']:.1%} "
             f"| {100 * share(r, LENGTHS[0]):.0f} | {100 * share(r, LENGTHS[1]):.0f} | {r['kv_bytes'] / 1e6:.2f} "
             f"| {r['kv_bytes'] / base['kv_bytes']:.2f} | {speeds[0]} | {speeds[1]} "
             f"| {_megabytes(r.get('peak_memory'))} |"
         )
     return rows
+
+
+def _budgets(results: list[Result]) -> list[list[str]]:
+    """A table for each option that was given several values: KL and recall by them."""
+    options: dict[tuple[float, ...], dict[tuple[str, str], dict[float, Result]]] = {}
+    swept: dict[tuple[str, str], dict[float, Result]] = {}
+    for r in results:
+        if r["option"]:
+            swept.setdefault((r["recipe"], r["option"]), {})[r["value"]] = r
+    for row, found in swept.items():
+        if len(found) > 1:
+            options.setdefault(_columns(found), {})[row] = found
+    tables = []
+    for values, rows in options.items():
+        table = [
+            "| recipe | option | " + " | ".join(f"{value:g}" for value in values) + " |",
+            "|---|---|" + "---:|" * len(values),
+        ]
+        for (recipe, option), found in rows.items():
+            cells = [_cell(found.get(value)) for value in values]
+            table.append(f"| {recipe} | `{option}` | {' | '.join(cells)} |")
+        tables.append(table)
+    return tables
+
+
+def _columns(found: Collection[float]) -> tuple[float, ...]:
+    """The values, least first; counts of tokens have the columns of all such."""
+    return tuple(sorted({*found, *COUNTS} if max(found) >= min(COUNTS) else found))
+
+
+def _cell(r: Result | None) -> str:
+    return "–" if r is None else f"{r['quality']['kl']:.4f}, {100 * share(r, LENGTHS[1]):.0f}"
 
 
 def _loops(results: list[Result]) -> list[str]:
@@ -115,45 +150,70 @@ def _figure(wide: float, high: float, count: int) -> tuple[Any, Any]:
 
 
 def _budget_picture(path: Path, results: list[Result], base: Result) -> None:
-    """Divergence and recall at 1000 tokens by the share of base's KV bytes, a line for each recipe."""
-    figure, (left, right) = _figure(10.5, 4.8, 2)
-    recipes = dict.fromkeys(
-        r["recipe"]
-        for r in results
-        if r["kv_bytes"] < 0.99 * base["kv_bytes"] and r["name"] != "base"
+    """Divergence and recall at 1000 tokens by the share of base's KV bytes: a faint line for each recipe, and a name at
+    what nothing of fewer bytes equals.
+    """
+    figure, panels = _figure(10.5, 5.2, 2)
+    smaller = [
+        r
+        for r in results  # what sessions share lies elsewhere
+        if _bytes(r) < 0.99 * _bytes(base) and r["family"] != "kv.reuse"
+    ]
+    values: tuple[Callable[[Result], float], ...] = (
+        lambda r: max(FLOOR, r["quality"]["kl"]),
+        lambda r: 100 * share(r, LENGTHS[1]),
     )
-    for number, recipe in enumerate(recipes):
-        rows = sorted((r for r in results if r["recipe"] == recipe), key=lambda r: r["kv_bytes"])
-        x = [r["kv_bytes"] / base["kv_bytes"] for r in rows]
-        style = {
-            "color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)],
-            "markersize": 5, "linewidth": 1.2, "label": recipe,
-        }  # fmt: skip
-        left.plot(x, [max(FLOOR, r["quality"]["kl"]) for r in rows], **style)
-        right.plot(x, [100 * share(r, LENGTHS[1]) for r in rows], **style)
-    left.set_yscale("log")
-    left.set_ylabel("KL from base, per token", fontsize=9)
-    right.set_ylabel(f"exact answers after {LENGTHS[1]} tokens, %", fontsize=9)
-    right.axhline(100 * share(base, LENGTHS[1]), color=INK, linewidth=0.9, linestyle=":")
-    right.annotate(
-        "base", (1, 100 * share(base, LENGTHS[1])), ha="right", va="bottom", fontsize=8, color=INK
-    )
-    right.set_ylim(-3, 103)
-    for axes in (left, right):
+    for axes, value, better in zip(panels, values, (min, max), strict=True):
+        for recipe in dict.fromkeys(r["recipe"] for r in smaller):
+            rows = sorted((r for r in smaller if r["recipe"] == recipe), key=_bytes)
+            shares = [_bytes(r) / _bytes(base) for r in rows]
+            known = KNOWN.get(recipe)
+            axes.plot(
+                shares, [value(r) for r in rows], marker="o", markersize=3, linewidth=1.6 if known else 0.8,
+                color=known or "#c3ccd8", zorder=3 if known else 1, label=recipe if known else None,
+            )  # fmt: skip
+        front: list[Result] = []
+        for r in sorted(
+            smaller, key=lambda r: (_bytes(r), value(r) * (1 if better is min else -1))
+        ):
+            if not front or better(value(r), value(front[-1])) != value(front[-1]):
+                front.append(r)
+        axes.plot(
+            [_bytes(r) / _bytes(base) for r in front], [value(r) for r in front], "o", color=INK, markersize=4,
+            zorder=4,
+        )  # fmt: skip
+        for r in {r["recipe"]: r for r in reversed(front)}.values():  # each at its fewest bytes
+            axes.annotate(
+                r["recipe"], (_bytes(r) / _bytes(base), value(r)), xytext=(-5, 0), textcoords="offset points",
+                fontsize=8, color=INK, ha="right", va="center", zorder=5,
+            )  # fmt: skip
         axes.set_xscale("log", base=2)
-        axes.set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
+        axes.set_xlim(1 / 100, 1)
+        axes.set_xticks(
+            [1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1],
+            ["1/64", "1/32", "1/16", "1/8", "1/4", "1/2", "1"],
+        )
         axes.minorticks_off()
         axes.set_xlabel(f"bytes of KV after {PROMPT} tokens, of base", fontsize=9)
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False
-    )
+    left, right = panels
+    left.set_yscale("log")
+    left.set_ylabel("KL from base, per token", fontsize=9)
+    left.legend(fontsize=8, frameon=False, loc="lower left")
+    right.set_ylabel(f"exact answers after {LENGTHS[1]} tokens, %", fontsize=9)
+    right.axhline(100 * share(base, LENGTHS[1]), color=INK, linewidth=0.9, linestyle=":")
+    right.set_ylim(-3, 108)
     figure.savefig(path, dpi=110)
 
 
+def _bytes(r: Result) -> int:
+    return int(r["kv_bytes"])
+
+
 def _recall_picture(path: Path, results: list[Result]) -> None:
-    """A row for each case, a column for each length and depth, and for each task."""
+    """A row for each of these cases, most answers first; a column for each length and depth, and for each task."""
     import numpy as np
 
+    results = sorted(results, key=share, reverse=True)
     cells = [
         [
             *(100 * share(r, length, d) for length in LENGTHS for d in range(DEPTHS)),
@@ -189,8 +249,12 @@ def _recall_picture(path: Path, results: list[Result]) -> None:
 
 
 def _speed_picture(path: Path, results: list[Result]) -> None:
-    """Ratios to base with their extremes, for decoding and prefill."""
-    rows = [r for r in results if r["name"] != "base" and "speed" in r]
+    """Ratios to base with their extremes, of the cases whose extremes lie on one side of 1 in decoding or prefill."""
+    rows = [
+        r
+        for r in results
+        if any(s["least"] > 1 or s["most"] < 1 for s in r.get("speed", {}).values())
+    ]
     figure, pair = _figure(9.0, 0.8 + 0.19 * len(rows), 2)
     for axes, part in zip(pair, ("decode", "prefill"), strict=True):
         for y, r in enumerate(rows):

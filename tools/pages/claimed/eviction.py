@@ -9,6 +9,9 @@ from claim import Row, Tables, dense, evict, other_half, other_heads, other_laye
 from accel.ir.axis import find_axes
 
 QUARTER = 256  # tokens kept of 1024
+STEEP = {
+    "beta": 4.0
+}  # of pyramidkv: with its 20 the least budget is below its window, and then all are equal
 
 
 def quarter() -> Iterator[Row]:
@@ -18,9 +21,9 @@ def quarter() -> Iterator[Row]:
         yield Row("… the first two layers whole", dense(use, QUARTER))
     for refine in ("chunkkv", "critical-kv", "graphkv", "kvcrush"):
         yield Row(f"`{refine}`", evict("snapkv", QUARTER, more={"kv.refine": {"use": refine}}))
-    for budget in ("ada-kv", "pyramidkv"):
-        own_budget = {"kv.budget": {"use": budget, "tokens_kept": QUARTER}}
-        yield Row(f"`{budget}`", evict("snapkv", QUARTER, more=own_budget))
+    for use, steep in (("ada-kv", {}), ("pyramidkv", STEEP)):
+        own = {"kv.budget": {"use": use, "tokens_kept": QUARTER, **steep}}
+        yield Row(f"`{use}`", evict("snapkv", QUARTER, more=own))
 
 
 def snapkv() -> Iterator[Row]:
@@ -160,7 +163,8 @@ def prefixkv() -> Iterator[Row]:
     more = {"kv.refine": {"use": "chunkkv", "chunk": 1}, "kv.when": {"use": "prompt"}}
     for kept in (QUARTER, 128):
         for use in ("prefixkv", "uniform", "pyramidkv"):
-            own = {"kv.budget": {"use": use, "tokens_kept": kept}}
+            steep = STEEP if use == "pyramidkv" else {}
+            own = {"kv.budget": {"use": use, "tokens_kept": kept, **steep}}
             tables = evict("h2o", 0, more={**more, **own}, recent=1)
             yield Row(f"`{use}`, {kept} on average", tables)
             if use == "prefixkv":
