@@ -18,12 +18,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.console import Console
 from rich.progress import track
 
 import accel
 from accel.reference.kinds import KINDS, prompts
 
 MODEL = Path(str(files("accel.reference")))
+STDERR = Console(stderr=True)  # where progress goes: the table is for a page
 WAYS: dict[str, Any] = {
     "plain": "base",
     "prompt-lookup": "prompt-lookup",
@@ -109,15 +111,16 @@ def main() -> None:
     if given.requests < 2:
         parser.error("--requests: give at least 2; the first has none before it")
     with TemporaryDirectory() as folder:
-        for way, recipe in track(WAYS.items(), "build", transient=True):
+        for way, recipe in track(WAYS.items(), "build", transient=True, console=STDERR):
             accel.optimize(str(MODEL), recipe, out=Path(folder) / way, verify=False).close()
-        print(f"| kind | {' | '.join(w for w in WAYS if w != 'plain')} | shared / prompt-lookup |")
+        ways = [f"`{way}`" for way in WAYS if way != "plain"]
+        print(f"| kind | {' | '.join(ways)} | shared / prompt-lookup |")
         print("|---" * (len(WAYS) + 1) + "|")
         for kind in given.kind or KINDS:
             texts = requests(kind, given.requests)
             rounds = [
                 one_round(Path(folder), texts, given.tokens, turn)
-                for turn in track(range(given.rounds), kind, transient=True)
+                for turn in track(range(given.rounds), kind, transient=True, console=STDERR)
             ]
             print(line(kind, together(rounds), gain_of(rounds)), flush=True)
 
