@@ -36,7 +36,7 @@ def write(folder: Path, results: list[Result], chosen: Collection[str]) -> None:
         asked=samples["prompts"] * DEPTHS * len(TASKS), tasks=", ".join(f"`{t}`" for t in TASKS),
         rounds=samples["rounds"], table="\n".join(_table(each, base)),
         budgets="\n\n".join("\n".join(rows) for rows in _budgets(right)),
-        new=NEW, loops="\n".join(_loops(right)),
+        new=NEW, loops="\n".join(_loops(each)),
         refused="\n".join(["## Refused\n", *refused]) if refused else "",
     )  # fmt: skip
     (folder / "leaderboard.md").write_text(text.rstrip() + "\n", encoding="utf-8")
