@@ -3,8 +3,8 @@
     python tools/train/heads.py MODEL.gguf PROMPTS.jsonl OUT_DIR --text IDS.npy --minutes 5 --device cuda
 
 PROMPTS.jsonl has a chat message a line, as a JSON string; the model answers them itself, half greedily and half at a
-temperature of 0.8, and the heads learn from those answers and from rows of IDS.npy (token ids [N]). The model's features
-are computed in each step, so nothing is stored. OUT_DIR gets `eagle3/` in the layout of SafeAILab (config.json,
+temperature of 0.8, and the heads learn from those answers and from rows of IDS.npy (token ids [N]). Features are
+computed in each step, so nothing is stored. OUT_DIR gets `eagle3/` in the layout of SafeAILab (config.json,
 model.safetensors in float16, ids of the draft's own vocabulary as `d2t` and `t2d`), `medusa/` (residual blocks before
 the model's own output projection), and `heads.json` with seconds, losses and how many guesses stand on answers that
 were held out.
@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 GUESSES = 5  # tokens that both kinds of head guess
 DECAY = 0.8  # weight of a guess's loss, by its depth
 IGNORED = -1
+SAVED_EVERY = 30.0  # seconds
 
 
 def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -46,18 +47,30 @@ class Eagle3(nn.Module):
     def __init__(self, config: Any, draft_ids: Tensor):
         super().__init__()
         h, d = config.hidden_size, config.hidden_size // config.num_attention_heads
-        self.heads, self.groups, self.size = config.num_attention_heads, config.num_key_value_heads, d
+        self.heads, self.groups, self.size = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            d,
+        )
         self.theta = float(
             getattr(config, "rope_theta", None) or config.rope_parameters["rope_theta"]
         )
         norm = lambda: nn.RMSNorm(h, eps=config.rms_norm_eps)  # noqa: E731
         linear = lambda i, o: nn.Linear(i, o, bias=False)  # noqa: E731
         self.fc = linear(3 * h, h)
-        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = norm(), norm(), norm()
+        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
+            norm(),
+            norm(),
+            norm(),
+        )
         self.q_proj, self.o_proj = linear(2 * h, self.heads * d), linear(self.heads * d, h)
         self.k_proj, self.v_proj = linear(2 * h, self.groups * d), linear(2 * h, self.groups * d)
         inner = config.intermediate_size
-        self.gate_proj, self.up_proj, self.down_proj = linear(h, inner), linear(h, inner), linear(inner, h)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            linear(h, inner),
+            linear(h, inner),
+            linear(inner, h),
+        )
         self.norm, self.lm_head = norm(), linear(h, len(draft_ids))
         self.register_buffer("draft_ids", draft_ids)
 
@@ -77,13 +90,18 @@ class Eagle3(nn.Module):
             q = rotary(split(self.q_proj(x), self.heads), slots, self.theta)
             repeat = self.heads // self.groups
             keys.append(
-                rotary(split(self.k_proj(x), self.groups), slots, self.theta).repeat_interleave(repeat, 1)
+                rotary(split(self.k_proj(x), self.groups), slots, self.theta).repeat_interleave(
+                    repeat, 1
+                )
             )
             values.append(split(self.v_proj(x), self.groups).repeat_interleave(repeat, 1))
             true = (q @ keys[0].transpose(-1, -2)) * self.size**-0.5
             true = true.masked_fill(slots[None] > slots[:, None] - depth, float("-inf"))
             shifted = lambda y, by: F.pad(y, (0, 0, by, 0))[:, :, :t]  # noqa: E731
-            own = [(q * shifted(keys[i], depth - i)).sum(-1, True) * self.size**-0.5 for i in range(1, depth + 1)]
+            own = [
+                (q * shifted(keys[i], depth - i)).sum(-1, True) * self.size**-0.5
+                for i in range(1, depth + 1)
+            ]
             weight = torch.cat((true, *own), -1).softmax(-1, dtype=torch.float32).to(q.dtype)
             mixed = weight[..., :t] @ values[0]
             for i in range(1, depth + 1):
@@ -99,7 +117,12 @@ class Eagle3(nn.Module):
         found = {}
         for name, value in self.state_dict().items():
             part = name.split(".")[0]
-            inner = {"q": "self_attn.", "k": "self_attn.", "v": "self_attn.", "o": "self_attn."}.get(part[0], "")
+            inner = {
+                "q": "self_attn.",
+                "k": "self_attn.",
+                "v": "self_attn.",
+                "o": "self_attn.",
+            }.get(part[0], "")
             if part.endswith("_proj"):
                 name = f"midlayer.{inner or 'mlp.'}{name}"
             elif part.endswith(("_norm", "layernorm")):
@@ -130,19 +153,34 @@ class Medusa(nn.Module):
             yield F.linear(hidden + F.silu(block(hidden)), self.output)
 
 
-def answers(model: Any, tokenizer: Any, prompts: list[str], new: int, temperature: float, seed: int) -> tuple[Tensor, Tensor]:
+def answers(
+    model: Any, tokenizer: Any, prompts: list[str], new: int, temperature: float, seed: int
+) -> tuple[Tensor, Tensor]:
     """(tokens [N,P+new], how many of each are real from the left [N]) of the model's own answers; on its device."""
     texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True
+        )
         for p in prompts
     ]
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
     batch = tokenizer(
-        texts, return_tensors="pt", padding=True, truncation=True, max_length=256, add_special_tokens=False
+        texts,
+        return_tensors="pt",
+        padding=True,
+        truncation=True,
+        max_length=256,
+        add_special_tokens=False,
     ).to(model.device)
     torch.manual_seed(seed)
-    sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    out = model.generate(**batch, max_new_tokens=new, pad_token_id=tokenizer.pad_token_id, **sampled)
+    sampled = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0}
+        if temperature
+        else {"do_sample": False}
+    )
+    out = model.generate(
+        **batch, max_new_tokens=new, pad_token_id=tokenizer.pad_token_id, **sampled
+    )
     starts = batch["attention_mask"].argmax(-1)
     end_ids = model.generation_config.eos_token_id
     ends = torch.as_tensor(end_ids if isinstance(end_ids, list) else [end_ids], device=out.device)
@@ -163,7 +201,13 @@ def features(model: Any, tokens: Tensor, taps: list[int]) -> tuple[Tensor, Tenso
 
 
 def losses(
-    eagle: Eagle3, medusa: Medusa, model: Any, tokens: Tensor, length: Tensor, taps: list[int], start: Tensor | None = None
+    eagle: Eagle3,
+    medusa: Medusa,
+    model: Any,
+    tokens: Tensor,
+    length: Tensor,
+    taps: list[int],
+    start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Both losses, and of each depth which guesses are the model's greedy tokens: [B,T] booleans, and which count."""
     streams, hidden, logits = features(model, tokens, taps)
@@ -192,19 +236,31 @@ def losses(
         counts.append(count)
     lost_medusa: Any = 0.0
     medusa_stands = []
-    few = len(tokens) if start is not None else -(-len(tokens) // 8)  # its logits are of the whole vocabulary
+    few = (
+        len(tokens) if start is not None else -(-len(tokens) // 8)
+    )  # its logits are of the whole vocabulary
     for k, guess in enumerate(medusa.guesses(hidden[:few])):
         ahead = k + 1  # row r guesses what the model gives at row r + ahead
         guess, target = guess[:, :-ahead], greedy[:few, ahead:]
         count = known[:few, ahead:] & known[:few, :-ahead]
-        loss = F.cross_entropy(guess.flatten(0, 1).float(), target.flatten(), reduction="none").view_as(target)
+        loss = F.cross_entropy(
+            guess.flatten(0, 1).float(), target.flatten(), reduction="none"
+        ).view_as(target)
         lost_medusa = lost_medusa + DECAY**k * (loss * count).sum() / count.sum().clamp(min=1)
         medusa_stands.append((guess.argmax(-1) == target, count))
     return lost_eagle, lost_medusa, {"eagle": stands, "count": counts, "medusa": medusa_stands}  # type: ignore[dict-item]
 
 
 @torch.no_grad()
-def measured(eagle: Eagle3, medusa: Medusa, model: Any, rows: Tensor, length: Tensor, start: Tensor, taps: list[int]) -> dict[str, Any]:
+def measured(
+    eagle: Eagle3,
+    medusa: Medusa,
+    model: Any,
+    rows: Tensor,
+    length: Tensor,
+    start: Tensor,
+    taps: list[int],
+) -> dict[str, Any]:
     """On greedy answers, whose tokens are the model's own: shares of guesses that stand by depth where those before
     stand, and the mean number of leading guesses that do."""
     alone = {"eagle3": torch.zeros(GUESSES, 2), "medusa": torch.zeros(GUESSES, 2)}
@@ -219,7 +275,9 @@ def measured(eagle: Eagle3, medusa: Medusa, model: Any, rows: Tensor, length: Te
             row, count = found["eagle"][depth], found["count"][0]
             row, count = F.pad(row[:, depth:], (0, depth)), F.pad(count[:, depth:], (0, depth))
             live &= count
-            alone["eagle3"][depth] += torch.stack(((ok & row & live).sum(), (ok & live).sum())).cpu()
+            alone["eagle3"][depth] += torch.stack(
+                ((ok & row & live).sum(), (ok & live).sum())
+            ).cpu()
             ok &= row
         ok = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
         for k, (row, count) in enumerate(found["medusa"]):
@@ -231,7 +289,11 @@ def measured(eagle: Eagle3, medusa: Medusa, model: Any, rows: Tensor, length: Te
     told = {}
     for name, table in alone.items():
         shares = (table[:, 0] / table[:, 1].clamp(min=1)).tolist()
-        told[name] = {"stands after those before": [round(s, 4) for s in shares], "mean leading": round(float(np.cumprod(shares).sum()), 4), "rows": int(table[0, 1])}
+        told[name] = {
+            "stands after those before": [round(s, 4) for s in shares],
+            "mean leading": round(float(np.cumprod(shares).sum()), 4),
+            "rows": int(table[0, 1]),
+        }
     return told
 
 
@@ -256,9 +318,16 @@ def main(
     began = time.perf_counter()
     tell = lambda *said: print(f"[{time.perf_counter() - began:6.1f} s]", *said, flush=True)  # noqa: E731
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    folder, extra = (model.parent, {"gguf_file": model.name}) if model.suffix == ".gguf" else (model, {})
+    folder, extra = (
+        (model.parent, {"gguf_file": model.name}) if model.suffix == ".gguf" else (model, {})
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra).to(device).eval().requires_grad_(False)
+    target = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
+        .to(device)
+        .eval()
+        .requires_grad_(False)
+    )
     if tokenizer.chat_template and "<|im_end|>" in tokenizer.chat_template:
         target.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     layers = target.config.num_hidden_layers
@@ -266,10 +335,18 @@ def main(
     asked = [json.loads(line) for line in prompts.read_text().splitlines()]
     tell(f"{layers} layers, {len(asked)} prompts")
     held_rows, held_length = answers(target, tokenizer, asked[:held], new, 0.0, seed)
-    held_start = torch.tensor([
-        len(tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=True, add_generation_prompt=True, return_dict=False))
+    starts = [
+        len(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": p}],
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        )
         for p in asked[:held]
-    ], device=device).clamp(max=256) - 1  # fmt: skip
+    ]
+    held_start = torch.tensor(starts, device=device).clamp(max=256) - 1
     pools: list[tuple[Tensor, Tensor]] = []
     asked = asked[held:]
     for i in range(rounds):
@@ -287,57 +364,93 @@ def main(
     counts = torch.bincount(tokens[known], minlength=target.config.vocab_size)
     draft_ids = counts.topk(min(vocabulary, target.config.vocab_size)).indices.sort().values
     covered = float(counts[draft_ids].sum() / counts.sum())
-    tell(f"{int(known.sum())} tokens in {len(tokens)} rows; {len(draft_ids)} ids cover {covered:.4f}")
+    tell(
+        f"{int(known.sum())} tokens in {len(tokens)} rows; {len(draft_ids)} ids cover {covered:.4f}"
+    )
     torch.manual_seed(seed)
     output = target.lm_head.weight.detach()
-    eagle, medusa = Eagle3(target.config, draft_ids).to(device), Medusa(target.config, output).to(device)
+    eagle, medusa = (
+        Eagle3(target.config, draft_ids).to(device),
+        Medusa(target.config, output).to(device),
+    )
     with torch.no_grad():
         eagle.lm_head.weight.copy_(output[draft_ids.to(device)].float())
-    optimiser = torch.optim.AdamW([*eagle.parameters(), *medusa.parameters()], lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimiser = torch.optim.AdamW(
+        [*eagle.parameters(), *medusa.parameters()], lr=rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
     curve: list[dict[str, float]] = []
     order = torch.Generator().manual_seed(seed)
-    step, seen, start = 0, 0, time.perf_counter()
+    step, start, saved = 0, time.perf_counter(), 0.0
+
+    def save(stands: dict[str, Any]) -> None:
+        """Write both heads as they are."""
+        written(out, eagle, medusa, target.config, taps)
+        told = {
+            "model": model.name, "device": torch.cuda.get_device_name() if device == "cuda" else device,
+            "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": len(tokens),
+            "tokens": int(known.sum()), "covered": covered, "steps": step, "tokens seen": step * rows * length,
+            "seconds": round(time.perf_counter() - began, 1), "held": stands, "curve": curve,
+        }  # fmt: skip
+        (out / "heads.json").write_text(json.dumps(told, indent=1) + "\n")
+
     while (share := (time.perf_counter() - start) / 60 / minutes) < 1:
         at = torch.randint(len(tokens), (rows,), generator=order)
         for group in optimiser.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 50, max(0.02, (1 - share) / 0.6))
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            one, other, _ = losses(eagle, medusa, target, tokens[at].to(device), real[at].to(device), taps)
+            one, other, _ = losses(
+                eagle, medusa, target, tokens[at].to(device), real[at].to(device), taps
+            )
         optimiser.zero_grad(set_to_none=True)
         (one + other).backward()
         nn.utils.clip_grad_norm_(eagle.parameters(), 1.0)
         nn.utils.clip_grad_norm_(medusa.parameters(), 1.0)
         optimiser.step()
-        step, seen = step + 1, seen + rows * length
+        step += 1
         if step % 50 == 1:
-            curve.append({"step": step, "seconds": round(time.perf_counter() - start, 1), "eagle3": round(one.item(), 4), "medusa": round(other.item(), 4)})
+            seconds = round(time.perf_counter() - start, 1)
+            curve.append({
+                "step": step, "seconds": seconds, "eagle3": round(one.item(), 4), "medusa": round(other.item(), 4),
+            })  # fmt: skip
             tell(curve[-1])
+            if seconds - saved > SAVED_EVERY:
+                save({})
+                saved = seconds
+    save({})  # before what is measured: a machine that is lent may go at any time
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
         stands = measured(eagle, medusa, target, held_rows, held_length, held_start, taps)
     tell(stands)
-    config = {
+    save(stands)
+
+
+def written(out: Path, eagle: Eagle3, medusa: Medusa, config: Any, taps: list[int]) -> None:
+    """Write both heads in their published layouts."""
+    settings = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
-        "draft_vocab_size": len(draft_ids), "vocab_size": target.config.vocab_size, "hidden_size": target.config.hidden_size,
-        "target_hidden_size": target.config.hidden_size, "intermediate_size": target.config.intermediate_size,
+        "draft_vocab_size": len(eagle.draft_ids), "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
         "num_attention_heads": eagle.heads, "num_key_value_heads": eagle.groups, "head_dim": eagle.size,
-        "rms_norm_eps": target.config.rms_norm_eps, "rope_theta": eagle.theta, "hidden_act": "silu", "tie_word_embeddings": False,
-        "max_position_embeddings": target.config.max_position_embeddings, "torch_dtype": "float16",
+        "rms_norm_eps": config.rms_norm_eps, "rope_theta": eagle.theta, "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "max_position_embeddings": config.max_position_embeddings, "torch_dtype": "float16",
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": taps},
     }  # fmt: skip
-    for name, tensors, settings in (
-        ("eagle3", eagle.tensors(target.config.vocab_size), config),
-        ("medusa", {f"{k}.0.linear.{p}": getattr(b, p).detach().half().cpu().contiguous() for k, b in enumerate(medusa.blocks) for p in ("weight", "bias")},
-         {"medusa_num_heads": GUESSES, "medusa_num_layers": 1, "hidden_size": target.config.hidden_size, "vocab_size": target.config.vocab_size}),
-    ):  # fmt: skip
+    blocks = {
+        f"{k}.0.linear.{part}": getattr(block, part).detach().half().cpu().contiguous()
+        for k, block in enumerate(medusa.blocks)
+        for part in ("weight", "bias")
+    }
+    sizes = {
+        "medusa_num_heads": GUESSES, "medusa_num_layers": 1,
+        "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
+    }  # fmt: skip
+    for name, tensors, said in (
+        ("eagle3", eagle.tensors(config.vocab_size), settings),
+        ("medusa", blocks, sizes),
+    ):
         (out / name).mkdir(parents=True, exist_ok=True)
         save_file(tensors, out / name / "model.safetensors")
-        (out / name / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    told = {
-        "model": model.name, "device": torch.cuda.get_device_name() if device == "cuda" else device, "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"), "rows": len(tokens), "tokens": int(known.sum()), "covered": covered,
-        "steps": step, "tokens seen": seen, "seconds": round(time.perf_counter() - began, 1), "held": stands, "curve": curve,
-    }  # fmt: skip
-    (out / "heads.json").write_text(json.dumps(told, indent=1) + "\n")
+        (out / name / "config.json").write_text(json.dumps(said, indent=1) + "\n")
 
 
 if __name__ == "__main__":
