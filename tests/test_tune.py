@@ -21,6 +21,8 @@ from accel.runtime.backends.onnx.tune import AUTO, WORK, choose
 from accel.runtime.decode.costs import TOKENS, Costs, known
 from accel.runtime.model.load import from_artifact
 
+pytestmark = pytest.mark.usefixtures("real_time")
+
 
 @pytest.fixture
 def artifact(build, monkeypatch, tmp_path):

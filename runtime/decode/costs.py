@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from accel.ir.errors import InputError
 from accel.ir.facts import Facts
+from accel.runtime.backends import clock
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.onnx.machine import recall, remember
 from accel.runtime.backends.protocol import BackendSession, whole_tiles
@@ -94,7 +94,7 @@ def _measure(backend: BackendSession, facts: Facts) -> Costs:
     taken: dict[int, list[float]] = {t: [] for t in widths}
     limit = float("inf")
     for done in range(ROUNDS + 1):
-        if done > 1 and time.perf_counter() > limit:
+        if done > 1 and clock.now() > limit:
             break
         for width in widths:
             tokens = np.arange(width)[None] % facts.vocab_size
@@ -102,11 +102,11 @@ def _measure(backend: BackendSession, facts: Facts) -> Costs:
             rows = np.arange(width)[None]
             slots = at[:, 0]
             tokens, at, rows, _ = whole_tiles(tile, tokens, at, rows, None)
-            start = time.perf_counter()
+            start = clock.now()
             backend.step(tokens, at, slots, rows)
-            taken[width].append(time.perf_counter() - start)
+            taken[width].append(clock.now() - start)
         if not done:
-            limit = time.perf_counter() + SECONDS
+            limit = clock.now() + SECONDS
     best = np.array(
         [min(times[1:]) for times in taken.values()]
     )  # the first call of a shape makes its buffers

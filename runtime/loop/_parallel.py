@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from time import perf_counter
 
 import numpy as np
 
 from accel.ir.invariants import Invariant
+from accel.runtime.backends import clock
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds, begin_figures
@@ -94,7 +94,7 @@ class _Rounds(Rounds):
                 : 0 if rests else min(self._reach, rows[i].left - 1, int(room[i]) - 1)
             ]
         before, stood = {i: len(rows[i].tokens) for i in live}, []
-        start = perf_counter()
+        start = clock.now()
         try:
             logits, ahead, call, seconds = self._both(live, rests)
             for i in live:
@@ -120,7 +120,7 @@ class _Rounds(Rounds):
             )
         for i in live:
             rows[i].drafting["fallback"] += rests and not alone
-        rows[0].clock(seconds - call, call, perf_counter() - start)  # for all
+        rows[0].clock(seconds - call, call, clock.now() - start)  # for all
         rows[0].beside = max(rows[0].beside, self._follower.kv_bytes)
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
@@ -128,14 +128,14 @@ class _Rounds(Rounds):
         self, live: list[int], rests: bool
     ) -> tuple[Logits, Mapping[int, Ahead], float, float]:
         """The call's logits [B,T,V], what was drafted meanwhile, the call's seconds, and those of both."""
-        start = perf_counter()
+        start = clock.now()
         drafts = None if rests else self._thread.submit(self._drafted, live)
         try:
             logits = self._called(live)
         finally:  # the draft's session is free again before anything else happens
-            end = perf_counter()
+            end = clock.now()
             ahead: Mapping[int, Ahead] = {} if drafts is None else drafts.result()
-        return logits, ahead, end - start, perf_counter() - start
+        return logits, ahead, end - start, clock.now() - start
 
     def _drafted(self, live: list[int]) -> Mapping[int, Ahead]:
         """What the draft model says after each row's tokens and its pending ones."""

@@ -8,13 +8,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from time import perf_counter
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
+from accel.runtime.backends import clock
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds, begin_figures, picked
@@ -110,15 +110,15 @@ class _Rounds(Rounds):
     def run(self) -> list[tuple[int, int]]:
         live, rows = self.live, self._rows
         rests = self._guard is not None and not self._guard.limit
-        start = perf_counter()
+        start = clock.now()
         calls = {} if rests else {i: self._windows[i].call(rows[i]) for i in live}
         room = np.minimum(self._session.max_context - self._session.lengths, self._session.room)
         if not calls or any(call.tokens.size > room[i] for i, call in calls.items()):
             return self._plain(live, rests)
         before = {i: len(rows[i].tokens) for i in live}
-        called = perf_counter()
+        called = clock.now()
         logits, paths = self._guessed(calls), [np.zeros(0, np.int64) for _ in rows]
-        spent = perf_counter() - called
+        spent = clock.now() - called
         try:
             for i, call in calls.items():
                 try:
@@ -131,21 +131,21 @@ class _Rounds(Rounds):
         if self._guard is not None and calls:
             stood = [(call.tokens.size - 1, paths[i].size - 1) for i, call in calls.items()]
             self._guard.observe(sum(p.size for p in paths) / len(calls), stood, 0, 0.0)
-        rows[0].clock(called - start, spent, perf_counter() - start)  # for all
+        rows[0].clock(called - start, spent, clock.now() - start)  # for all
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
     def _plain(self, live: list[int], rests: bool) -> list[tuple[int, int]]:
         """A step without guesses: they do not pay for now, or a row has no room for them."""
-        start = perf_counter()
+        start = clock.now()
         logits = self._call(live)
-        spent = perf_counter() - start
+        spent = clock.now() - start
         taken = list(self._pick(live, logits))
         for i, _ in taken:
             self._windows[i].note(self._rows[i].seen, 1)
             self._rows[i].drafting["fallback"] += rests
         if self._guard is not None:
             self._guard.rest()
-        self._rows[0].clock(0.0, spent, perf_counter() - start)
+        self._rows[0].clock(0.0, spent, clock.now() - start)
         return taken
 
     def _guessed(self, calls: dict[int, _Call]) -> Logits:

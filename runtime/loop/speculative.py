@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Self
 
 import numpy as np
 
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
+from accel.runtime.backends import clock
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds, begin_figures, picked
@@ -118,17 +118,17 @@ class _Rounds(Rounds):
 
     def run(self) -> list[tuple[int, int]]:
         self._drafts, self._most, self._computed = [], 0, None
-        start = perf_counter()
+        start = clock.now()
         limit = self._limit()
         trees = self._drafted(limit)
         if not any(map(len, trees.values())):
             return self._plain(list(trees), start, told=limit > 0)
         held, kept = self._session.lengths, dict[int, list[int]]()
         before = {i: len(self._rows[i].tokens) for i in trees}
-        called = perf_counter()
+        called = clock.now()
         branches = any(tree.branch is not None for tree in trees.values())
         logits = self._called(trees, branches)
-        self._drafting, call = called - start, perf_counter() - called
+        self._drafting, call = called - start, clock.now() - called
         try:
             for i, tree in trees.items():
                 try:
@@ -137,7 +137,7 @@ class _Rounds(Rounds):
                     self._rows[i].fail(error)
         finally:  # what was judged stands, even where it is interrupted
             back = self._settle(kept, held, branches)
-        whole = perf_counter() - start
+        whole = clock.now() - start
         if self._drafts:
             self._weigh(kept, back, self._drafting / max(call, 1e-9), whole)
         self._rows[0].clock(self._drafting, call, whole)  # for all
@@ -153,17 +153,17 @@ class _Rounds(Rounds):
         if self._guard is None:
             return self._reach
         if self._guard.due:
-            start = perf_counter()
+            start = clock.now()
             drafts = self._drafters.probe(self.live)
-            self._guard.probe(drafts, perf_counter() - start)
+            self._guard.probe(drafts, clock.now() - start)
         return min(self._reach, self._guard.limit)
 
     def _plain(self, live: list[int], start: float, told: bool) -> list[tuple[int, int]]:
         """A round in which no row has a draft, as quick as any loop's; `told`: whether drafters hear of it."""
         rows, taken = self._rows, list[tuple[int, int]]()
-        called = perf_counter()
+        called = clock.now()
         logits = self._call(live)
-        self._drafting, call = called - start, perf_counter() - called
+        self._drafting, call = called - start, clock.now() - called
         try:
             for i in live:
                 try:
@@ -181,7 +181,7 @@ class _Rounds(Rounds):
                 counts[live] = 1
                 counts[[i for i, _ in taken]] = 0
                 self._session.rewind(self._session.lengths - counts)
-        whole = perf_counter() - start
+        whole = clock.now() - start
         if self._guard is not None:
             self._guard.rest(whole)
         rows[0].clock(self._drafting, call, whole)  # for all
@@ -277,9 +277,9 @@ class _Rounds(Rounds):
 
     def _observe(self, i: int, tree: Tree, verdict: Verdict, logits: Logits) -> None:
         """Tell the drafters, whose time it is."""
-        start = perf_counter()
+        start = clock.now()
         self._drafters.observe(i, tree, verdict, logits)
-        self._drafting += perf_counter() - start
+        self._drafting += clock.now() - start
 
     def _weigh(
         self, kept: dict[int, list[int]], back: bool, drafting: float, seconds: float

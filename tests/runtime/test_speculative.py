@@ -7,12 +7,12 @@ import pytest
 
 from accel.ir.errors import InputError
 from accel.runtime.artifact.artifact import open_artifact
+from accel.runtime.backends import clock
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import Drafters
 from accel.runtime.draft.iad import Iad
 from accel.runtime.draft.prompt_lookup import PromptLookup
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.loop import speculative
 from accel.runtime.loop.speculative import reach
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
@@ -327,7 +327,7 @@ FREE, DEAR = Costs((1, 32), (1.0, 1.0)), Costs((1, 32), (1.0, 32.0))
 
 
 def test_drafts_that_do_not_pay_are_left_for_a_while(toy, prompts, monkeypatch):
-    monkeypatch.setattr(speculative, "perf_counter", lambda: 0.0)  # a drafter that takes no time
+    monkeypatch.setattr(clock, "now", lambda: 0.0)  # a drafter that takes no time
     group, rounds = prompts[0], {}
     found = futures(toy, group, limit=120)
     for costs, wrong in ((FREE, 1), (DEAR, 1), (DEAR, 0)):

@@ -25,7 +25,7 @@ def drafted(head, streams, embeds, base):
     for depth in range(heads.GUESSES):
         slots = base + 1 + depth
         x = torch.cat((head.input_layernorm(embeds[:, :slots]), head.hidden_norm(feature)), -1)
-        split = lambda y, n: y.view(1, slots, n, head.size).transpose(1, 2)  # noqa: E731
+        split = lambda y, n: y.unflatten(-1, (n, head.size)).transpose(1, 2)  # noqa: E731
         at = torch.arange(slots)
         q = heads.rotary(split(head.q_proj(x), head.heads), at, head.theta)
         k = heads.rotary(split(head.k_proj(x), head.groups), at, head.theta)

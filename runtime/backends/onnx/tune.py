@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ from accel.lowering.onnx.native import library
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
 from accel.runtime.artifact.artifact import Artifact
+from accel.runtime.backends import clock
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.onnx.machine import machine, recall, remember
 from accel.runtime.backends.onnx.open import open_session
@@ -98,7 +98,7 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
         return replace(kept, refused={**kept.refused, NATIVE: missing}) if missing else kept
     if not measure:
         return None
-    start = time.perf_counter()
+    start = clock.now()
     try:
         costs, refused = _measure(artifact, kinds, threads)
     except Exception as error:  # onnxruntime's share no base class; a model runs without a choice
@@ -106,7 +106,7 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
     costs = costs if kept is None else [_least(*two) for two in zip(kept.costs, costs, strict=True)]
     value = {"costs": [asdict(c) for c in costs], "refused": refused, "runs": runs + 1}
     remember("tuning", key, value)
-    return _decided(costs, refused, time.perf_counter() - start)
+    return _decided(costs, refused, clock.now() - start)
 
 
 def _cells(max_context: int) -> list[list[int]]:
@@ -124,16 +124,16 @@ def _measure(
     refused: dict[str, str] = {}
     cells = _cells(artifact.facts.max_context)
     costs = [Cost(tokens, context, dict.fromkeys(names, 0.0)) for tokens, context in cells]
-    end = time.perf_counter() + SECONDS
+    end = clock.now() + SECONDS
     for left, kind in zip(range(len(kinds), 0, -1), kinds, strict=True):
         sessions = _opened(artifact, kind, threads, refused)
         share = float(sessions[PORTABLE].get_modelmeta().custom_metadata_map["share"])
-        limit = time.perf_counter() + (end - time.perf_counter()) / left
+        limit = clock.now() + (end - clock.now()) / left
         for i, cost in enumerate(costs):
             shape = _fitting(sessions[PORTABLE], cost.tokens, cost.context)
             last = min(shape[1], artifact.facts.max_context)
             runs = {name: _binding(session, *shape, last) for name, session in sessions.items()}
-            until = time.perf_counter() + (limit - time.perf_counter()) / (len(costs) - i)
+            until = clock.now() + (limit - clock.now()) / (len(costs) - i)
             seconds = _turns(sessions, runs, until)
             for name in names:
                 cost.seconds[name] += seconds.get(name, seconds[PORTABLE]) / share
@@ -165,12 +165,12 @@ def _turns(sessions: dict[str, Any], runs: dict[str, Any], limit: float) -> dict
     """The least seconds of each: whatever else the machine does only adds to them."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for done in range(ROUNDS):
-        if done >= LEAST and time.perf_counter() > limit:
+        if done >= LEAST and clock.now() > limit:
             break
         for name, binding in runs.items():
-            start = time.perf_counter()
+            start = clock.now()
             sessions[name].run_with_iobinding(binding)
-            taken[name].append(time.perf_counter() - start)
+            taken[name].append(clock.now() - start)
     return {name: min(times) for name, times in taken.items()}
 
 

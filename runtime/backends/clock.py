@@ -1,0 +1,8 @@
+"""The clock of whatever decides by time: which kernels run, how wide a call may be, whether drafts pay."""
+
+from time import perf_counter
+
+
+def now() -> float:
+    """Seconds since some moment."""
+    return perf_counter()
