@@ -163,10 +163,10 @@ def main(
     """Write a model as a folder of floats, and print its path."""
     file = Path(model) if is_gguf(Path(model)) else None
     try:
-        with console.progress(file.name if file else model) as show:
+        with real.paced(file.name if file else model) as tell:
 
             def watch(done: int, total: int) -> None:
-                show(f"writing {console.size(total)} of weights", done / total)
+                tell(f"writing {console.size(total)} of weights", done / total)
 
             if file and out is None:
                 raise InputError(f"name the folder to write {file.name} to, as --out FOLDER")

@@ -133,7 +133,7 @@ def path(name: str) -> Path:
     if not model.there:
         size = console.size(model.size)
         what = f"fetches it ({size})" if model.packages else f"takes a copy of it ({size})"
-        raise InputError(f"{name} is not in {model.folder}; this {what}: {model.command}")
+        raise InputError(f"{name} is not in accel's cache; this {what}: {model.command}")
     return model.folder / model.path
 
 
@@ -343,20 +343,33 @@ def _work(model: Model) -> int:
 
 
 @contextmanager
-def _shown(model: Model) -> Iterator[Watch]:
-    """Progress on stderr; where that is no terminal, a line each two seconds at most."""
-    done, last, total = 0, 0.0, _work(model)
+def paced(title: str) -> Iterator[Callable[[str, float], None]]:
+    """Progress on stderr, the part that is done from 0 to 1; a line each two seconds where that is no terminal, and
+    nothing of what takes half a second.
+    """
     pause = 0.1 if sys.stderr.isatty() else 2.0
-    with console.progress(model.name) as show:
+    last = time.monotonic() - pause + 0.5
+    with console.progress(title) as show:
 
-        def watch(what: str, count: int) -> None:
-            nonlocal done, last
-            done += count
+        def tell(what: str, done: float) -> None:
+            nonlocal last
             if time.monotonic() - last >= pause:
                 last = time.monotonic()
-                show(what, min(1.0, done / total))
+                show(what, min(1.0, done))
 
-        last = time.monotonic() - pause + 0.5  # what takes no time is not shown
+        yield tell
+
+
+@contextmanager
+def _shown(model: Model) -> Iterator[Watch]:
+    done, total = 0, _work(model)
+    with paced(model.name) as tell:
+
+        def watch(what: str, count: int) -> None:
+            nonlocal done
+            done += count
+            tell(what, done / total)
+
         yield watch
 
 
