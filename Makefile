@@ -17,7 +17,7 @@ quick: .venv/installed
 test: check
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
-# the real model that tests take: 93 MB, once, into ~/.cache/accel
+# the real model that tests take, 93 MB, once, into ~/.cache/accel
 models: .venv/installed
 	$(BIN)/python tools/models/real.py smollm2-135m
 

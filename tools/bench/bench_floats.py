@@ -111,7 +111,7 @@ def main(
             for kind, text in texts().items():
                 found = agreement(folder, real.path(name), text, tokens)
                 rows.append(
-                    (name, dtype, kind, found.tokens, f"{found.kl:.4f}", f"{found.kl99:.4f}", f"{found.top1:.3f}",
+                    (name, kind, found.tokens, f"{found.kl:.4f}", f"{found.kl99:.4f}", f"{found.top1:.3f}",
                      f"{found.perplexity:.3f}", f"{found.peer:.3f}")
                 )  # fmt: skip
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
@@ -119,20 +119,17 @@ def main(
         raise SystemExit(f"bench_floats: {told(error)[0]}") from None
     except ModuleNotFoundError as error:
         raise SystemExit(f"bench_floats: {error}; pip install llama-cpp-python") from None
-    console.table(
-        (
-            "model",
-            "floats",
-            "text",
-            ">tokens",
-            ">KL",
-            ">KL 99 %",
-            ">same top",
-            ">perplexity",
-            ">llama.cpp's",
-        ),
-        rows,
+    columns = (
+        "model",
+        "text",
+        ">tokens",
+        ">KL",
+        ">KL 99 %",
+        ">same top",
+        ">perplexity",
+        ">llama.cpp's",
     )
+    console.table(columns, rows, f"{dtype} folders against llama.cpp")
 
 
 if __name__ == "__main__":
