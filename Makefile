@@ -4,7 +4,7 @@ BIN := .venv/bin
 QUICK := tests/runtime tests/passes $(addprefix tests/laws/test_,draft.py kv_budget.py kv_keep.py kv_score.py kv_when.py length.py tree.py verify.py) \
 	$(addprefix tests/test_,layers.py recipes.py capabilities.py facts.py state.py sizes.py packaging.py new.py)
 
-.PHONY: demo quick test parity check docs install
+.PHONY: demo quick test parity check docs install models
 
 demo: .venv/installed
 	$(BIN)/accel-compile demo
@@ -16,6 +16,10 @@ quick: .venv/installed
 # a worker for each core, of 1 GB at most; whole files where that goes, for what a file's tests share
 test: check
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+
+# the real model that tests take, 93 MB, once, into ~/.cache/accel
+models: .venv/installed
+	$(BIN)/python tools/models/real.py smollm2-135m
 
 # what eviction keeps, against kvpress; an error where kvpress is not there
 parity: .venv/installed-parity

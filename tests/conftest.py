@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import models
 import pytest
+import real
 import torch
 from captured import over_state
 
@@ -19,9 +20,10 @@ import accel
 from accel.compiler import report
 from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
+from accel.ir.errors import InputError
 from accel.ir.program import Program
 from accel.lowering.onnx import native
-from accel.lowering.onnx.native.cache import private_folder
+from accel.lowering.onnx.native.cache import cache_folder, private_folder
 from accel.lowering.onnx.variants import NATIVE
 from accel.runtime.backends import clock
 from accel.runtime.backends.onnx import tune
@@ -74,7 +76,8 @@ def real_time(monkeypatch):
 
 def pytest_configure(config):
     """What is measured here is not kept in the user's cache, but in one of this run, which all
-    workers inherit. Only the compiled operators outlive it: their name says what they are of.
+    workers inherit. Only the compiled operators outlive it: their name says what they are of. Real
+    models are the user's.
     """
     clock.now, tune._turns = Ticks(), native_first
     if hasattr(config, "workerinput"):
@@ -82,6 +85,7 @@ def pytest_configure(config):
     run, patch = Path(tempfile.mkdtemp(prefix="accel-tests-")), pytest.MonkeyPatch()
     config.add_cleanup(lambda: shutil.rmtree(run, ignore_errors=True))
     config.add_cleanup(patch.undo)
+    fetched = cache_folder() / "models"
     patch.setenv("XDG_CACHE_HOME", str(Path(__file__).parents[1] / "build" / "tests"))
     library, _ = native.library()
     patch.setenv("XDG_CACHE_HOME", str(run))
@@ -89,6 +93,7 @@ def pytest_configure(config):
     if library:
         for file in library.parent.glob(f"{library.stem}.*"):
             shutil.copy(file, private_folder())
+    (private_folder() / "models").symlink_to(fetched)
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is long is left out
@@ -122,6 +127,28 @@ class Golden:
 @pytest.fixture
 def golden() -> Golden:
     return Golden()
+
+
+@pytest.fixture(scope="session")
+def real_model():
+    """real_model(name) -> where a model of tools/models/real.py lies; the test is left out where it
+    was not fetched.
+    """
+
+    def get(name: str, lacking=pytest.skip) -> Path:
+        try:
+            return real.path(name)
+        except InputError as error:
+            lacking(str(error))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2(real_model) -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct. CI has it: there, a test that needs it fails without."""
+    ci = os.environ.get("CI") == "true"
+    return real_model("smollm2-135m", partial(pytest.fail, pytrace=False) if ci else pytest.skip)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import ctypes
 
-import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -17,7 +16,8 @@ from .gguf_case import bpe, spm, write
 
 lib = pytest.importorskip("llama_cpp")
 
-SILENT = lib.llama_log_callback(lambda *_: None)
+from llama_logits import Peer  # noqa: E402 -- which imports llama_cpp
+
 FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q5_1": 9, "q2_k": 10, "q4_k": 15, "q5_k": 17, "q6_k": 18}
 SIZES = {
     "vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,52 +28,6 @@ TEXTS = (
     "naïve über 東京タワー 🙂🙂", "<|im_start|>the\nhi<|im_end|>\n", "a_b=c+d; print('x') // ...", "", "   ", "\r\n x",
     "<s>the</s> in", "camelCaseHTTPServer ÀÉÎ", "e\u0301 \u00a0 \u3000wide", "there in<|end|>  the re",
 )  # fmt: skip
-
-
-class Peer:
-    """llama.cpp with a file."""
-
-    def __init__(self, path):
-        lib.llama_log_set(SILENT, ctypes.c_void_p(0))
-        lib.llama_backend_init()
-        self.model = lib.llama_model_load_from_file(
-            str(path).encode(), lib.llama_model_default_params()
-        )
-        assert self.model
-        self.vocabulary = lib.llama_model_get_vocab(self.model)
-
-    def ids(self, text):
-        found = (lib.llama_token * 512)()
-        data = text.encode()
-        count = lib.llama_tokenize(self.vocabulary, data, len(data), found, 512, True, True)
-        return list(found[:count])
-
-    def logits(self, ids):
-        """[T,V], with a cache in float32."""
-        options = lib.llama_context_default_params()
-        options.n_ctx = options.n_batch = 128
-        options.n_threads = options.n_threads_batch = 1
-        options.type_k = options.type_v = options.flash_attn_type = 0
-        context = lib.llama_init_from_model(self.model, options)
-        batch = lib.llama_batch_init(128, 0, 1)
-        batch.n_tokens = len(ids)
-        for i, token in enumerate(ids):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
-            batch.seq_id[i][0] = 0
-        assert lib.llama_decode(context, batch) == 0
-        size = lib.llama_vocab_n_tokens(self.vocabulary)
-        rows = [lib.llama_get_logits_ith(context, i) for i in range(len(ids))]
-        found = np.stack([np.ctypeslib.as_array(row, (size,)).copy() for row in rows])
-        lib.llama_batch_free(batch)
-        lib.llama_free(context)
-        return torch.from_numpy(found)
-
-    def continued(self, ids, count):
-        """Greedy tokens."""
-        made = list(ids)
-        for _ in range(count):
-            made.append(int(self.logits(made)[-1].argmax()))
-        return made[len(ids) :]
 
 
 @pytest.fixture(scope="module")
