@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,8 @@ from accel.ir.entries.genai import GENAI, past_of, present_of
 from accel.ir.program import Program
 from accel.ir.sizes import each, grows
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of, state_of
+
+_PROMPT = 32  # tokens that stand for a prompt, where each one after them has a call of its own
 
 
 def _flush(program: Program) -> int:
@@ -74,6 +77,44 @@ def _both_ways(program: Program, tokens: Tensor) -> Iterator[tuple[Tensor, slice
             ):  # all tokens stay: nothing is lost but by codes
                 (store_all if _flush(program) else keep_all)(program, buffers, end)
                 base = end
+
+
+def calls_of(program: Program, length: int) -> list[int]:
+    """Where `length` tokens of text are cut for `decoded`: not at all; after the part that stands for a prompt, where
+    decoding leaves out layers; or wherever a cache encodes what it keeps.
+    """
+    depth, half = program.facts.depth, max(1, length // 2)
+    if depth is not None and depth.threshold is not None:  # each token goes as deep as it must
+        return [0, *range(min(half, _PROMPT), length + 1)]
+    if COMPRESS.name in program.entries:
+        size = min(half, _flush(program) or half)
+        return sorted({*range(0, length, size), length})
+    return [0, length] if depth is None or all(depth.plan) else [0, half, length]
+
+
+def decoded(
+    program: Program, tokens: Tensor, calls: Sequence[int], side: Mapping[str, Tensor]
+) -> Tensor:
+    """Logits [B,T,V] of a text in calls that end where `calls` say, the first one as the prompt: between two of them
+    a cache encodes what it keeps, of which no token is evicted, and after the first the layers run that decoding runs.
+    """
+    depth, found, base = program.facts.depth, [], 0
+    longest = max(b - a for a, b in itertools.pairwise(calls))
+    packs = COMPRESS.name in program.entries
+    slots = longest if packs else calls[-1]
+    letters = {"B": tokens.shape[0], "C": max(slots, _flush(program))}
+    buffers = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
+    for start, end in itertools.pairwise(calls):
+        given = dict(side)
+        if depth is not None and start:
+            given["run_layers"] = torch.tensor(depth.plan)
+            if depth.threshold is not None:
+                given["threshold"] = torch.tensor(depth.threshold)
+        found.append(_call(program, given, buffers, tokens, start, end, base, pad=0))
+        if packs and end < calls[-1]:
+            (store_all if _flush(program) else keep_all)(program, buffers, end)
+            base = end
+    return torch.cat(found, dim=1)
 
 
 def run_again(program: Program, tokens: Tensor) -> Iterator[tuple[Tensor, slice]]:

@@ -113,8 +113,9 @@ def _parts(program: Program, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor
             parts = [None if n is None else params[str(n.target)] for n in operands]
             yield from _coded(parts, params.origins[name].read(), operand_of(node, "bits"))
             return
-    weight = params.origins[name].read().float().flatten(1)
-    half = params[name].float().flatten(1)
+    weight, half = (
+        t.float().reshape(-1, t.shape[-1]) for t in (params.origins[name].read(), params[name])
+    )
     # of 11 bits, or of the numbers next to 0
     yield half, weight, (weight * 2.0**-10).square().mean(1).sqrt() + 2.0**-24
 
