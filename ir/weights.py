@@ -191,6 +191,7 @@ class Weights(MutableMapping[str, Tensor]):
     def __init__(self, items: Mapping[str, Tensor | Stored] | None = None):
         self._items = {name: Stored.of(item) for name, item in (items or {}).items()}
         self._scratch = Pages()
+        self.origins: dict[str, Stored] = {}  # what those in fewer bits were rounded from, by name
         self._held: dict[str, Tensor] | None = None
         self._room = 0  # bytes that may be held besides
 
@@ -233,7 +234,9 @@ class Weights(MutableMapping[str, Tensor]):
 
     def copy(self) -> Weights:
         """Another mapping of the same parameters."""
-        return Weights(self._items)
+        same = Weights(self._items)
+        same.origins = dict(self.origins)
+        return same
 
     def stored(self, name: str) -> Stored:
         """A parameter that is not read yet."""

@@ -25,7 +25,7 @@ from accel.ir.facts import Facts
 from accel.ir.program import Editor, evaluate
 from accel.passes import run
 from accel.passes.calibrate import calibrate, feeds
-from accel.passes.check import run_both_ways
+from accel.passes.drive import run_both_ways
 from accel.passes.weights._blocks import sites
 from accel.passes.weights.int4 import Int4
 from accel.passes.weights.int4_awq import Int4Awq, find_folds

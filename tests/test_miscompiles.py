@@ -211,8 +211,9 @@ def test_a_miscompile_is_caught_and_the_pass_named(captured, monkeypatch, name):
 def test_without_a_miscompile_the_error_is_tiny(captured, architecture):
     program = captured(architecture)
     steps = run(program, [*pipeline(), Float16(smallest=64)], NumericCheck(program))
-    assert max(s.error for s in steps[:-1] if s.error is not None) < 1e-5
-    assert 1e-5 < steps[-1].error < Float16.error
+    assert max(s.error for s in steps if s.error is not None) < 1e-5, (
+        "also where weights are rounded"
+    )
 
 
 def test_experts_are_narrowed_too(captured):

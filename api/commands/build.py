@@ -9,6 +9,7 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import print_json, progress
+from accel.compiler.report import loss_text
 from accel.commands.show import show_report
 from accel.ir.errors import extra
 
@@ -101,6 +102,9 @@ def build(
             adapters=_named(adapter or []),
         )
     with compiled:
+        if compiled.report.get("loss"):
+            for name, said in loss_text(compiled.report):
+                typer.echo(f"{name}: {said}", err=True)
         if as_json:
             print_json(compiled.report)
             return

@@ -24,6 +24,7 @@ from accel.ir.ops.quantized import (
 from accel.ir.ops.rope import rope
 from accel.ir.ops.rows import lookup
 from accel.ir.program import Editor, Program
+from accel.ir.weights import Stored
 from accel.passes import Report
 from accel.passes.clean.clean import forget_unused, replace
 from accel.passes.recognise.experts import routes
@@ -216,9 +217,21 @@ def encode(blocks: Tensor, scales: Tensor, offsets: Tensor, bits: int) -> Tensor
     return (blocks / scales + offsets).round().clamp(0, 2**bits - 1).to(torch.uint8)
 
 
-def insert(program: Program, site: Site, packed: Packed) -> None:
-    """Let a site's nodes read the packed weight; the results go to a file, not to memory."""
+def _turned(experts: Tensor) -> Tensor:
+    """[X,K,N] -> [X,N,K]."""
+    return experts.mT
+
+
+def insert(program: Program, site: Site, packed: Packed, origin: Stored | None = None) -> None:
+    """Let a site's nodes read the packed weight; the results go to a file, not to memory.
+
+    origin: the weight [N,K], or [X,N,K], that it stands for, which the check compares it with; by default the site's.
+    """
     stem = f"{site.name}.int{packed.bits}"
+    if origin is None:
+        stored = program.params.stored(site.name)
+        origin = stored.changed(_turned) if site.transposed else stored
+    program.params.origins[stem] = origin
     names = {"q": stem, "scales": f"{stem}.scales", "zeros": f"{stem}.zeros"}
     for part, name in names.items():
         if (tensor := getattr(packed, part)) is not None:

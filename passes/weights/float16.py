@@ -52,6 +52,7 @@ class Float16(Base):
                 if half not in program.params and _largest(program.params[name]) > _RANGE:
                     report.refused.append(f"{name}: holds values beyond 65504")
                     continue
+                program.params.origins[half] = program.params.stored(name)
                 for user in list(node.users):  # widened beside its use, not to be held until then
                     with graph.inserting_before(user):
                         narrow = editor.derived(half, name, Tensor.half)
