@@ -1,4 +1,4 @@
-"""The numeric check: after every pass the program still computes the captured model's logits.
+"""The numeric check: after the passes the program still computes the captured model's logits.
 
 Storing weights in fewer bits moves the logits by more than a mistake may, so what a pass wired and what it rounded are
 checked apart: the program over the numbers that its weights were rounded from is held to the logits of before, and the

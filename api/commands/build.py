@@ -9,8 +9,8 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import print_json, progress
-from accel.compiler.report import loss_text
 from accel.commands.show import show_report
+from accel.compiler.report import loss_text
 from accel.ir.errors import extra
 
 EXAMPLES = """\b
@@ -50,7 +50,7 @@ def build(
         bool,
         typer.Option(
             "--verify/--no-verify",
-            help="Compare logits with the model after every pass and in the artifact; measure quantisation loss.",
+            help="Compare logits with the model after the passes and in the artifact; measure quantisation loss.",
         ),
     ] = True,
     calibration: Annotated[

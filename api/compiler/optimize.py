@@ -79,7 +79,7 @@ def optimize(
         max_batch: maximum number of prompts per call, and of requests that a server runs at once; a search uses
             several rows per prompt.
         out: folder for the artifact. Default: a temporary folder until `close()`.
-        verify: compare the logits after every pass and for the written graph, and measure what passes that
+        verify: compare the logits after the passes and for the written graph, and measure what passes that
             approximate lose on a text. The captured program is always compared with the module.
         calibration: text for what a recipe calibrates (int4-awq, int4-gptq, calm) and for its loss: the
             path of a text file, or token ids [n,T]. A fifth is held out for the loss. Default: the
