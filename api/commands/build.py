@@ -9,8 +9,8 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import print_json, progress
-from accel.compiler.report import loss_text
 from accel.commands.show import show_report
+from accel.compiler.report import loss_text
 from accel.ir.errors import extra
 
 EXAMPLES = """\b
