@@ -4,8 +4,8 @@ mistakes are found.
 
 import pytest
 import torch
+
 import accel
-from accel import PassError
 from accel.compiler.pipeline import pipeline
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
