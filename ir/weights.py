@@ -185,13 +185,23 @@ class Experts(Stored):
         return stack
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a parameter in fewer bits was rounded from. steps: how far a row may be from it, as the root of the mean
+    square in steps of its codes.
+    """
+
+    stored: Stored
+    steps: float
+
+
 class Weights(MutableMapping[str, Tensor]):
     """name -> parameter. Reading one that changes makes a new tensor: do not keep many of them."""
 
     def __init__(self, items: Mapping[str, Tensor | Stored] | None = None):
         self._items = {name: Stored.of(item) for name, item in (items or {}).items()}
         self._scratch = Pages()
-        self.origins: dict[str, Stored] = {}  # what those in fewer bits were rounded from, by name
+        self.origins: dict[str, Origin] = {}  # what those in fewer bits were rounded from, by name
         self._held: dict[str, Tensor] | None = None
         self._room = 0  # bytes that may be held besides
 

@@ -24,7 +24,7 @@ from accel.ir.program import Program
 from accel.ir.sizes import each, grows
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of, state_of
 
-_PROMPT = 32  # tokens that stand for a prompt, where each one after them has a call of its own
+PROMPT = 32  # tokens that stand for a prompt, where each one after them has a call of its own
 
 
 def _flush(program: Program) -> int:
@@ -79,13 +79,18 @@ def _both_ways(program: Program, tokens: Tensor) -> Iterator[tuple[Tensor, slice
                 base = end
 
 
+def exits(program: Program) -> bool:
+    """Whether each token of decoding goes as deep as it must, so that it needs a call of its own."""
+    return program.facts.depth is not None and program.facts.depth.threshold is not None
+
+
 def calls_of(program: Program, length: int) -> list[int]:
     """Where `length` tokens of text are cut for `decoded`: not at all; after the part that stands for a prompt, where
     decoding leaves out layers; or wherever a cache encodes what it keeps.
     """
     depth, half = program.facts.depth, max(1, length // 2)
-    if depth is not None and depth.threshold is not None:  # each token goes as deep as it must
-        return [0, *range(min(half, _PROMPT), length + 1)]
+    if exits(program):
+        return [0, *range(min(half, PROMPT), length + 1)]
     if COMPRESS.name in program.entries:
         size = min(half, _flush(program) or half)
         return sorted({*range(0, length, size), length})

@@ -25,10 +25,9 @@ _CODED = (*PRODUCTS, quantized_embedding.default)
 _ROWS = 1 << 22  # elements of a weight that are compared at a time
 # How far codes may be from the weight that they were rounded from. Measured on a real model of 135M weights with rows
 # of 576 and 1536 columns in 4 and 8 bits, to nearest, with feedback (GPTQ) and cut off (AWQ): rows were 0.93 to 1.03
-# times as long, whole weights 0.99 to 1, and no row was more than 1.1 steps off.
+# times as long, and whole weights 0.99 to 1.
 _SCALE = 0.25  # what a row of codes may be longer or shorter along its weight, as a share
 _WHOLE = 0.05  # the same of all rows together
-_STEPS = 2.0  # a row's distance from its weight: the root of the mean square, in steps of its codes
 
 
 def exact(program: Program) -> Program:
@@ -51,7 +50,7 @@ def restored(program: Program, names: Collection[str]) -> Program:
     same = program.copy()
     for name in names:
         if name in same.params:
-            same.params[name] = program.params.origins[name]
+            same.params[name] = program.params.origins[name].stored
     for node in same.nodes(*_CODED):
         codes = operand_of(node, "q")
         if isinstance(codes, fx.Node) and codes.target in names:
@@ -79,14 +78,14 @@ def stray(program: Program, names: Collection[str]) -> str | None:
     """
     for name in names:
         along = own = 0.0
-        row = 0
+        row, most = 0, program.params.origins[name].steps
         for codes, weight, step in _parts(program, name):
             length = (weight * weight).sum(1)
             share = (codes * weight).sum(1)
             along, own = along + float(share.sum()), own + float(length.sum())
             scale = torch.where(length > 0, share / length.clamp(min=1e-30), 1.0)
             off = ((codes - weight) ** 2).mean(1).sqrt() / step
-            wrong = ~(((scale - 1).abs() <= _SCALE) & (off <= _STEPS))
+            wrong = ~(((scale - 1).abs() <= _SCALE) & (off <= most))
             if bool(wrong.any()):
                 worst = int(torch.where(wrong, off.nan_to_num(torch.inf), -1.0).argmax())
                 return (
@@ -111,10 +110,11 @@ def _parts(program: Program, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor
         if isinstance(codes, fx.Node) and codes.target == name:
             operands = (codes, operand_of(node, "scales"), operand_of(node, "zeros"))
             parts = [None if n is None else params[str(n.target)] for n in operands]
-            yield from _coded(parts, params.origins[name].read(), operand_of(node, "bits"))
+            yield from _coded(parts, params.origins[name].stored.read(), operand_of(node, "bits"))
             return
     weight, half = (
-        t.float().reshape(-1, t.shape[-1]) for t in (params.origins[name].read(), params[name])
+        t.float().reshape(-1, t.shape[-1])
+        for t in (params.origins[name].stored.read(), params[name])
     )
     # of 11 bits, or of the numbers next to 0
     yield half, weight, (weight * 2.0**-10).square().mean(1).sqrt() + 2.0**-24

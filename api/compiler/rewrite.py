@@ -79,10 +79,11 @@ def rewrite(job: Job, program: Program, check: NumericCheck | None) -> None:
     if check is not None:
         job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)
     if before is not None:
-        if any(isinstance(step, WeightsPass) for step in passes):
+        if stored := any(isinstance(step, WeightsPass) for step in passes):
             job.weights = storage(before, program)
-        if check is not None and program.calibration is not None:
-            job.loss = loss(before, program, program.calibration)
+        text = program.calibration
+        if check is not None and text is not None and (stored or text.source != "random"):
+            job.loss = loss(before, program, text)
             refuse_broken(job.loss, job.plan)
     program.params.origins.clear()
     program.calibration = program.spelling = program.beside = None

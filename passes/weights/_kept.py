@@ -21,6 +21,7 @@ from accel.passes.weights import Base
 from accel.passes.weights._blocks import BLOCKS, OFFSETS, Packed, Site, insert, sites, stacked
 
 aten = torch.ops.aten
+_SAME = 1e-3  # step of its codes that a row may be off: nothing is rounded
 
 
 def keeping(program: Program, own: Sequence[Pass]) -> list[Pass]:
@@ -72,7 +73,7 @@ class Kept(Base):
                 _add_offsets(program, site, codes.offsets, codes.group)
                 less = program.params.stored(f"{site.name}{OFFSETS}")
                 origin = origin.changed(partial(_without, offsets=less, group=codes.group))
-            insert(program, site, packed, origin)
+            insert(program, site, packed, _SAME, origin)
             report.changed += 1
         forget_unused(program)
         told = {line.split(":")[0] for line in report.refused}

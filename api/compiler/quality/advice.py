@@ -52,8 +52,8 @@ def refuse_broken(lost: dict[str, Any], plan: Plan) -> None:
     lost["advice"] = advice(lost, plan)
     if lost["kl_median"] <= BROKEN or lost["text"] == "random":
         return
+    half = f"half of {lost['tokens']:,} tokens of text have a KL divergence of {lost['kl_median']:.2g} or more"
     raise PassError(
-        f"recipe '{plan.recipe.name}' breaks this model: for half of {lost['tokens']:,} tokens of text the KL divergence "
-        f"of the next token is above {lost['kl_median']:.2g}, more than {BROKEN:g}; perplexity {lost['perplexity']:.4g}, in "
-        f"float32 {lost['perplexity_float32']:.4g}; {lost['advice']}, or {UNCHECKED}"
+        f"recipe '{plan.recipe.name}' breaks this model: {half}, and {BROKEN:g} is the most; perplexity "
+        f"{lost['perplexity']:.4g}, in float32 {lost['perplexity_float32']:.4g}; {lost['advice']}, or {UNCHECKED}"
     )

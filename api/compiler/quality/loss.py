@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +14,14 @@ from accel.ir.calibration import Calibration
 from accel.ir.ops.experts import expert_linear
 from accel.ir.program import Program
 from accel.passes.calibrate import side_of
-from accel.passes.drive import calls_of, decoded
+from accel.passes.drive import PROMPT, calls_of, decoded, exits
 
 aten = torch.ops.aten
 _WORK = 1 << 39  # parameters times tokens that may be spent on measuring
-_WORK_ALONE = 1 << 33  # the same of tokens that have calls of their own
+_WORK_ALONE, _ALONE = (
+    1 << 33,
+    64,
+)  # the same of tokens that have calls of their own, and most of them
 _MOST, _FEWEST = 2048, 256  # tokens
 _LOGITS = 1 << 25  # logits of one call
 _READ: dict[Any, int] = {
@@ -50,17 +52,16 @@ def loss(before: Program, after: Program, text: Calibration) -> dict[str, Any]:
     (`accel.passes.drive.decoded`). Tokens are not evicted.
     """
     rows = text.held_out[:, : min(_MOST, after.facts.max_context)]
-    wanted = min(_MOST, max(_FEWEST, _WORK // max(1, before.facts.parameters)))
-    calls = calls_of(after, rows.shape[1])
-    if max(b - a for a, b in itertools.pairwise(calls[1:] or [0, 2])) == 1:
-        wanted = _WORK_ALONE // max(1, before.facts.parameters)
-        rows = rows[:, : max(2 * calls[1], min(rows.shape[1], wanted))]
-        calls = calls_of(after, rows.shape[1])
-    first = calls[1] if len(calls) > 2 else 0
+    parameters = max(1, before.facts.parameters)
+    wanted = min(_MOST, max(_FEWEST, _WORK // parameters))
+    if alone := exits(after):  # a call for each token
+        wanted = PROMPT + min(_ALONE, max(_ALONE // 4, _WORK_ALONE // parameters))
+        rows = rows[:, :wanted]
     rows = rows[: max(1, wanted // rows.shape[1])]
-    together = (
-        1 if after.facts.depth else max(1, _LOGITS // (rows.shape[1] * before.facts.vocab_size))
-    )
+    calls = calls_of(after, rows.shape[1])
+    first = calls[1] if len(calls) > 2 else 0
+    together = max(1, _LOGITS // (rows.shape[1] * before.facts.vocab_size))
+    together = 1 if alone else together
     apart: list[Tensor] = []
     sums = torch.zeros(2, dtype=torch.float64)
     predicted = 0
