@@ -1,6 +1,10 @@
-"""Before anything imports triton: its kernels are interpreted where there is no GPU to run them."""
+"""Before anything imports torch or triton: threads of OpenMP rest while they wait, and triton's kernels are interpreted
+where there is no GPU to run them.
+"""
 
 import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 

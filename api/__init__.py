@@ -14,6 +14,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from accel.ir.openmp import rest
+
+rest()  # before anything imports torch
+
 if TYPE_CHECKING:
     from accel.compiler.optimize import optimize
     from accel.compiler.smoke.smoke import Smoke, smoke

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from accel.ir.scratch import spare
 from accel.ir.weights import Experts, Pages, Stacked, Stored
 
 
@@ -29,15 +30,23 @@ class Codes:
 
     def weight(self) -> Tensor:
         """The float32 weight [N,K]."""
-        groups = self.groups
+        columns, groups = self.q.shape[1], self.groups
+        if groups is None and columns == self.group * self.scales.shape[1]:
+            blocks = self.q.float().unflatten(1, (-1, self.group))
+            blocks.sub_(self.zeros.unsqueeze(2)).mul_(self.scales.unsqueeze(2))
+            if self.offsets is not None:
+                blocks.add_(self.offsets.unsqueeze(2))
+            return blocks.flatten(1)
         if groups is None:
-            groups = torch.arange(self.q.shape[1]) // self.group
+            groups = torch.arange(columns) // self.group
         weight = (self.q.float() - self.zeros[:, groups].float()) * self.scales[:, groups]
         return weight if self.offsets is None else weight + self.offsets[:, groups]
 
     @classmethod
     def rows(cls, parts: Sequence[Codes]) -> Codes:
         """Weights of one layout, one below the other."""
+        if len(parts) == 1:
+            return parts[0]
         q, scales, zeros = (
             torch.cat(column)
             for column in zip(*((p.q, p.scales, p.zeros) for p in parts), strict=True)
@@ -48,8 +57,30 @@ class Codes:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Made(Stored):
-    """A float32 weight that is computed at each reading; `source` only shows its shape."""
+class Computed(Stored):
+    """A float32 weight that is computed at its first reading and kept in a temporary file, unless the disk is nearly
+    full; `source` only shows its shape.
+    """
+
+    pages: Pages
+    kept: list[Stored] = field(default_factory=list)  # shared by all that are made of it
+
+    def _value(self) -> Tensor:
+        shape = self.source.shape
+        if not self.kept:
+            if not spare(self.source.nbytes):
+                return torch.cat(list(self._parts()))
+            self.kept.append(self.pages.keep_parts(shape, torch.float32, self._parts()))
+        return self.kept[0].source
+
+    def _parts(self) -> Iterator[Tensor]:
+        """The weight, some rows after others."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Made(Computed):
+    """A weight that `make` computes."""
 
     make: Callable[[], Tensor]
 
@@ -58,32 +89,47 @@ class Made(Stored):
         """A weight that `make` computes from tensors of mapped files."""
         return cls(source=torch.empty(*shape, device="meta"), pages=pages, make=make)
 
-    def _value(self) -> Tensor:
-        return self.make()
+    def _parts(self) -> Iterator[Tensor]:
+        yield self.make()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Coded(Stored):
-    """A weight [N,K] that lies as codes; its value is the float32 weight. `form`: weights of one form may be
-    stacked and stay codes.
+class Coded(Computed):
+    """A weight [N,K] that lies as codes; its value is the float32 weight. `pieces`: the codes of some rows after
+    others. `form`: weights of one form may be stacked and stay codes.
     """
 
-    codes: Callable[[], Codes]
+    pieces: Callable[[], Iterable[Codes]]
     form: Hashable
 
     @classmethod
     def of_shape(
         cls, shape: Sequence[int], codes: Callable[[], Codes], form: Hashable, pages: Pages
     ) -> Coded:
-        """A weight of which `codes` reads the codes from mapped files."""
-        return cls(source=torch.empty(*shape, device="meta"), pages=pages, codes=codes, form=form)
+        """A weight of which `codes` reads the codes from mapped files, all at once."""
+        return cls.in_pieces(shape, lambda: [codes()], form, pages)
+
+    @classmethod
+    def in_pieces(
+        cls,
+        shape: Sequence[int],
+        pieces: Callable[[], Iterable[Codes]],
+        form: Hashable,
+        pages: Pages,
+    ) -> Coded:
+        """The same where the codes of some rows can be read alone."""
+        return cls(source=torch.empty(*shape, device="meta"), pages=pages, pieces=pieces, form=form)
+
+    def codes(self) -> Codes:
+        """The codes of all rows."""
+        return Codes.rows(list(self.pieces()))
 
     @property
     def layout(self) -> Hashable:
         return self.form
 
-    def _value(self) -> Tensor:
-        return self.codes().weight()
+    def _parts(self) -> Iterator[Tensor]:
+        return (piece.weight() for piece in self.pieces())
 
 
 def codes_of(stored: Stored) -> Codes | None:

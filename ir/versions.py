@@ -1,4 +1,4 @@
-"""What PyTorch before 2.12 needs so that programs of symbolic sizes are captured and rewritten."""
+"""How PyTorch exports fast, and what it needs before 2.12 so that programs of symbolic sizes are captured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.fx.config
 from torch import _prims
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _OLD = torch.__version__ < "2.12"
@@ -25,6 +27,16 @@ def plain_strides() -> Iterator[None]:
         yield
         return
     with patch.object(_prims, "min", _smaller, create=True):  # hides the builtin one in that module
+        yield
+
+
+@contextlib.contextmanager
+def lean() -> Iterator[None]:
+    """Inside, nodes bear no traces of the Python lines that made them, and the Python code of a graph is written only
+    where it is run, which it never is: together a quarter of an export.
+    """
+    config: Any = torch.fx.config
+    with patch.object(config, "do_not_emit_stack_traces", True), _use_lazy_graph_module(True):
         yield
 
 

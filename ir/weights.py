@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from accel.ir.scratch import folder_of_files
 
 Change = Callable[[Tensor], Tensor]
 HELD = 1 << 28  # bytes of parameters that are kept between several runs of a program
@@ -38,19 +48,25 @@ class Pages:
 
     def keep(self, tensor: Tensor) -> Stored:
         """A tensor written to a nameless temporary file, and read from there."""
+        return self.keep_parts(tensor.shape, tensor.dtype, [tensor])
+
+    def keep_parts(
+        self, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Tensor]
+    ) -> Stored:
+        """The same of a tensor that is never whole in memory: its parts follow one another along its first axis."""
         if self._scratch is None:
-            self._scratch = tempfile.TemporaryFile()
+            self._scratch = tempfile.TemporaryFile(dir=folder_of_files())
         end = self._scratch.seek(0, 2)
         self._scratch.write(b"\0" * (-end % mmap.ALLOCATIONGRANULARITY))
         start = self._scratch.tell()
-        self._scratch.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        for part in parts:
+            self._scratch.write(part.contiguous().flatten().view(torch.uint8).numpy().data)
         self._scratch.flush()
-        mapped = mmap.mmap(
-            self._scratch.fileno(), tensor.nbytes, access=mmap.ACCESS_COPY, offset=start
-        )
+        size = self._scratch.tell() - start
+        mapped = mmap.mmap(self._scratch.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
         self._maps.append(mapped)
-        flat = torch.frombuffer(mapped, dtype=tensor.dtype)
-        return Stored(flat.view(tensor.shape), pages=self)
+        flat = torch.frombuffer(mapped, dtype=dtype)
+        return Stored(flat.view(*shape), pages=self)
 
     def open(self, path: Path) -> Tensor:
         """The bytes of a file that is not empty, uint8 [n]."""
@@ -169,12 +185,23 @@ class Experts(Stored):
         return stack
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a parameter in fewer bits was rounded from. steps: how far a row may be from it, as the root of the mean
+    square in steps of its codes.
+    """
+
+    stored: Stored
+    steps: float
+
+
 class Weights(MutableMapping[str, Tensor]):
     """name -> parameter. Reading one that changes makes a new tensor: do not keep many of them."""
 
     def __init__(self, items: Mapping[str, Tensor | Stored] | None = None):
         self._items = {name: Stored.of(item) for name, item in (items or {}).items()}
         self._scratch = Pages()
+        self.origins: dict[str, Origin] = {}  # what those in fewer bits were rounded from, by name
         self._held: dict[str, Tensor] | None = None
         self._room = 0  # bytes that may be held besides
 
@@ -217,7 +244,9 @@ class Weights(MutableMapping[str, Tensor]):
 
     def copy(self) -> Weights:
         """Another mapping of the same parameters."""
-        return Weights(self._items)
+        same = Weights(self._items)
+        same.origins = dict(self.origins)
+        return same
 
     def stored(self, name: str) -> Stored:
         """A parameter that is not read yet."""

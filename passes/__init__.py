@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -34,6 +35,9 @@ class Pass(ABC):
     stage: ClassVar[int] = 0  # of a recipe's own passes those of a lower stage run first
     reads_text: ClassVar[bool] = False  # it goes by `program.calibration`
     reads_spelling: ClassVar[bool] = False  # it goes by `program.spelling`
+    alone: ClassVar[bool] = (
+        False  # checked right before and after it, as one that declares an error
+    )
     grade: ClassVar[str] = "lossless"  # how its tokens compare: see accel.compiler.assemble.GRADES
 
     @property
@@ -62,7 +66,9 @@ class Step:
     changed: int
     refused: list[str]
     seconds: float
-    error: float | None  # largest relative error of the logits after the pass; None: not checked
+    error: (
+        float | None
+    )  # relative error of the logits after the pass; None: checked with a later one
 
 
 Check = Callable[[Program, Pass], float]
@@ -77,7 +83,11 @@ def run(
     *,
     done: Sequence[Pass] = (),
 ) -> list[Step]:
-    """Run passes in order, verifying the program after each one.
+    """Run passes in order, verifying the program's rules after each one.
+
+    Numbers are checked after groups of passes, which takes a group no longer than one pass: those of every model, those
+    of the recipe, and each alone that may move the logits. Where a group fails, its passes are run again on a copy of
+    the program with a check after each, so that the error names the one.
 
     Args:
         check: measures the program's numeric error and raises PassError past the pass's bound.
@@ -92,19 +102,48 @@ def run(
 
     check_order([*done, *passes])
     steps: list[Step] = []
-    for step in passes:
+    group: list[Pass] = []  # since the last check
+    before, changed = program, True  # what is captured is checked, too
+    for step, after in itertools.zip_longest(passes, passes[1:]):
+        if check and not group:
+            before = program.copy()
+        group.append(step)
         name = type(step).__name__
         start = time.perf_counter()
-        report = _apply(step, program)
-        if step.must_change and not report.changed:
-            nearest = (report.refused or ["no candidate in the graph"])[0]
-            raise PassError(f"{named(step)} changed nothing. Nearest miss: {nearest}")
-        verify(program, name)
-        error = _measure(check, step, program) if check and (report.changed or not steps) else None
+        error, last = None, after is None or _apart(step, after)
+        try:
+            report = _apply(step, program)
+            if step.must_change and not report.changed:
+                nearest = (report.refused or ["no candidate in the graph"])[0]
+                raise PassError(f"{named(step)} changed nothing. Nearest miss: {nearest}")
+            verify(program, name)
+            changed = changed or report.changed > 0
+            if check and changed and last:
+                error = _measure(check, step, program)
+        except AccelError:
+            if check:
+                _blame(check, group[:-1], before)
+            raise
+        if last:
+            group, changed = [], False
         seconds = time.perf_counter() - start
         steps.append(Step(name, report.changed, report.refused, round(seconds, 3), error))
         watch(step, steps[-1], program)
     return steps
+
+
+def _apart(step: Pass, after: Pass) -> bool:
+    """Whether the numbers are checked between two passes."""
+    if any(p.alone or p.error > Pass.error for p in (step, after)) or step.entry != after.entry:
+        return True
+    return of_recipe(after) and not of_recipe(step)
+
+
+def _blame(check: Check, group: Sequence[Pass], program: Program) -> None:
+    """Run passes again, each checked. Raises PassError, which names the first that changed what the program computes."""
+    for step in group:
+        _apply(step, program)
+        _measure(check, step, program)
 
 
 def check_order(passes: Sequence[Pass]) -> None:
@@ -119,11 +158,16 @@ def check_order(passes: Sequence[Pass]) -> None:
 
 def named(step: Pass) -> str:
     """A pass as a recipe writes it, `kv.select = 'quest'`; one that no recipe names, by its class."""
+    if not of_recipe(step):
+        return type(step).__name__
     package, _, module = type(step).__module__.rpartition(".")
-    axis = package.removeprefix(f"{__name__}.")
-    if axis in find_axes() and not module.startswith("_"):
-        return f"{axis} = '{module.replace('_', '-')}'"
-    return type(step).__name__
+    return f"{package.removeprefix(f'{__name__}.')} = '{module.replace('_', '-')}'"
+
+
+def of_recipe(step: Pass) -> bool:
+    """Whether a recipe names it: the module of an axis."""
+    package, _, module = type(step).__module__.rpartition(".")
+    return package.removeprefix(f"{__name__}.") in find_axes() and not module.startswith("_")
 
 
 def refuse(passes: Sequence[Pass], facts: Facts, recipe: str) -> None:

@@ -43,18 +43,24 @@ def all_values(program: Program, tokens: Tensor) -> Iterator[tuple[fx.Graph, dic
 
 def feeds(program: Program, entry: str, tokens: Tensor) -> dict[str, Tensor]:
     """Inputs of an entry for tokens [n,T], from empty caches, with logits for every token."""
-    side = _encoder_inputs(program, tokens)
     if entry == "encode":
-        return side
-    if "encode" in program.entries:
-        out = program.run("encode", side)
-        side = {state_of(name): value for name, value in out.items()}
+        return _encoder_inputs(program, tokens)
+    side = side_of(program, tokens)
     batch, length = tokens.shape
     places = torch.arange(length).repeat(batch, 1)
     state = {s.name: s.allocate(B=batch, C=length) for s in program.state if not s.cross}
     slots = torch.zeros(batch, dtype=torch.int64)
     given = {"tokens": tokens, "positions": places, "slots": slots, "rows": places}
     return {**program.entries[entry].defaults, **given, **side, **state}
+
+
+def side_of(program: Program, tokens: Tensor) -> dict[str, Tensor]:
+    """What the step takes from the encoder's side for tokens [n,T]; nothing where there is none."""
+    side = _encoder_inputs(program, tokens)
+    if "encode" not in program.entries:
+        return side
+    out = program.run("encode", side)
+    return {state_of(name): value for name, value in out.items()}
 
 
 def _encoder_inputs(program: Program, tokens: Tensor) -> dict[str, Tensor]:

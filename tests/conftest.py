@@ -32,7 +32,6 @@ from . import captures, sampled, traces
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
 torch.set_num_threads(1)
-torch.fx.config.do_not_emit_stack_traces = True  # nobody reads them: a tenth of an export
 gc.set_threshold(100_000, 20, 20)  # graphs are many small objects that live on: a tenth of a build
 captures.share()
 traces.watch()

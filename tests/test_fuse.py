@@ -138,7 +138,7 @@ def test_biases_on_some_projections():
         "a weight that two places use"
     )
     assert any("twice.weight is used elsewhere too" in r for r in steps["Pack"].refused)
-    assert steps["Pack"].error is not None and steps["Pack"].error < 1e-5
+    assert max(s.error for s in steps.values() if s.error is not None) < 1e-5
 
 
 @pytest.fixture(scope="module")

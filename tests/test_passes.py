@@ -19,6 +19,7 @@ from accel.passes import Pass, Report, run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
+from accel.passes.clean.linear import Linears
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope
@@ -104,6 +105,53 @@ class Quiet(Pass):
         return Report()
 
 
+@dataclass(frozen=True)
+class Alone(Quiet):
+    alone = True
+
+
+@dataclass(frozen=True)
+class Wrong(Pass):
+    """Halves the logits."""
+
+    def run(self, program):
+        outputs = program.step.output_nodes()
+        editor = Editor(program, program.step.graph)
+        with editor.graph.inserting_after(outputs["logits"]):
+            outputs["logits"] = editor.call(torch.ops.aten.mul.Tensor, outputs["logits"], 0.5)
+        program.step.set_outputs(outputs)
+        return Report(changed=1)
+
+
+class Checks(NumericCheck):
+    """Counts what it checked."""
+
+    def __call__(self, program, step):
+        self.seen = [*getattr(self, "seen", []), type(step).__name__]
+        return super().__call__(program, step)
+
+
+def test_passes_are_checked_together_and_apart_only_to_find_the_wrong_one(captured):
+    program = captured("tiny")
+    check = Checks(program)
+    run(program, pipeline(), check)
+    assert check.seen == ["Residual"]
+    program = captured("tiny")
+    check = Checks(program)
+    with pytest.raises(PassError, match="^Wrong changed what the program computes"):
+        run(program, [Clean(), Wrong(), Fold(), Linears(), Quiet()], check)
+    assert check.seen == ["Quiet", "Clean", "Wrong"]
+
+
+def test_a_pass_that_stumbles_over_another_ones_fault_is_not_blamed(captured):
+    program = captured("tiny")
+    with pytest.raises(PassError, match="^Wrong changed what the program computes"):
+        run(program, [Clean(), Wrong(), Nothing()], NumericCheck(program))
+    program = captured("tiny")
+    with pytest.raises(PassError, match="^Nothing changed nothing"):
+        run(program, [Clean(), Quiet(), Nothing()], NumericCheck(program))
+
+
 def test_an_order_that_is_violated_is_refused(captured):
     with pytest.raises(PassError, match="^Rope runs after Attention; move it down the recipe$"):
         run(captured("tiny"), [Clean(), Rope()])
@@ -134,8 +182,10 @@ def test_the_report_of_a_run(captured):
     check = NumericCheck(program)
     steps = run(program, [Clean(), Quiet()], check, lambda *a: seen.append(a))
     assert [s.name for s in steps] == ["Clean", "Quiet"] and steps[0].changed > 0
-    assert steps[0].error is not None and steps[0].error < 1e-6
-    assert steps[1].error is None, "what changed nothing is not checked"
+    assert steps[0].error is None, "what follows is checked together with it"
+    assert steps[1].error is not None and steps[1].error < 1e-6
+    steps = run(captured("tiny"), [Clean(), Alone()], check)
+    assert steps[0].error is not None and steps[1].error is None, "what changed nothing is not"
     assert [type(p).__name__ for p, _, _ in seen] == ["Clean", "Quiet"]
     assert all(p is program for _, _, p in seen)
 

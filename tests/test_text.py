@@ -20,8 +20,8 @@ from accel.ir.region import Region
 from accel.ir.spec import verify
 from accel.ir.state import Part
 from accel.passes import run
-from accel.passes.check import run_both_ways
 from accel.passes.depth.by_call import ByCall
+from accel.passes.drive import run_both_ways
 from accel.passes.kv.select.quest import Quest
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -10,6 +10,7 @@ import typer
 from accel.commands import options
 from accel.commands.console import print_json, progress
 from accel.commands.show import show_report
+from accel.compiler.report import loss_text
 from accel.ir.errors import extra
 
 EXAMPLES = """\b
@@ -49,7 +50,7 @@ def build(
         bool,
         typer.Option(
             "--verify/--no-verify",
-            help="Compare logits with the model after every pass and in the artifact; measure quantisation loss.",
+            help="Compare logits with the model after the passes and in the artifact; measure quantisation loss.",
         ),
     ] = True,
     calibration: Annotated[
@@ -101,6 +102,9 @@ def build(
             adapters=_named(adapter or []),
         )
     with compiled:
+        if compiled.report.get("loss"):
+            for name, said in loss_text(compiled.report):
+                typer.echo(f"{name}: {said}", err=True)
         if as_json:
             print_json(compiled.report)
             return

@@ -54,7 +54,9 @@ def inspect(
     Shows the model, its layers and their state, entries, files, passes with their errors, and the
     measurements of this machine.
     """
+    from accel.lowering.onnx.threads import default_threads
     from accel.runtime.artifact.artifact import open_artifact
+    from accel.runtime.backends.onnx.waiting import waiting
 
     artifact = open_artifact(path)
     if chain is not None:
@@ -62,11 +64,18 @@ def inspect(
         drawn = picture(_layers(artifact), state, why_not(artifact.manifest.report))
         chain.write_text(drawn, encoding="utf-8")
     tuning, costs = _measured(artifact, threads, measure)
+    count = threads or default_threads()
+    how = waiting(count)
     if as_json:
-        here = {"tuning": tuning and tuning.to_json(), "costs": costs and asdict(costs)}
+        here = {
+            "tuning": tuning and tuning.to_json(),
+            "costs": costs and asdict(costs),
+            "threads": {"count": count, **how.to_json()},
+        }
         print_json({**_facts(artifact), **here})
         return
     _show(artifact)
+    pairs([("threads", f"{count}, which {how.text()}")])
     show_tuning(tuning, costs)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.commands.console import error_text, pairs, size, table
 from accel.compiler.layer_summary import groups, summaries, why_not
-from accel.compiler.report import adapters_text, state_text, weights_text
+from accel.compiler.report import adapters_text, loss_text, state_text, weights_text
 
 if TYPE_CHECKING:
     from accel.runtime.backends.onnx.tune import Tuning
@@ -118,6 +118,7 @@ def show_report(report: dict[str, Any]) -> None:
         ("entries", entries),
         ("bytes", f"{size(total)}: {files}" if files else ""),
         *weights_text(report.get("weights", {}), size),
+        *loss_text(report),
         *adapters_text(model.get("adapters"), size),
         ("state", state_text(report["state"], size)),
         ("seconds", f"{report['seconds']['total']:.1f}: {seconds}"),

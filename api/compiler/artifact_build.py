@@ -135,7 +135,7 @@ def _graph_errors(
         graphs = {"": entry["file"], **entry.get("variants", {})}
         if kind is STEP:
             for variant, file in graphs.items():
-                found = entry_error(program, name, [folder / file], check.cases)
+                found = entry_error(program, name, [folder / file], check.cases, check.rounded)
                 errors[f"onnx {variant}".strip()] = found
         else:
             errors[name] = entry_error(program, name, [folder / file for file in graphs.values()])

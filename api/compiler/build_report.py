@@ -27,6 +27,7 @@ def build_report(job: Job, program: Program, sizes: dict[str, int]) -> dict[str,
         "seconds": {**job.seconds, "total": round(sum(job.seconds.values()), 3)},
         "errors": job.errors,
         **({"weights": job.weights} if job.weights else {}),
+        **({"loss": job.loss} if job.loss else {}),
         "bytes": {**sizes, "total": sum(sizes.values())},
         "entries": {
             name: len(program.nodes(entry=entry))

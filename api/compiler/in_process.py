@@ -33,7 +33,7 @@ def in_process_model(
             program = lower_program(program, held)
         if check is not None:
             with job.part("verify", 0.9):
-                job.errors["triton"] = triton_error(program, check.cases)
+                job.errors["triton"] = triton_error(program, check.cases, check.rounded)
     draft_model = None
     if own is not None and job.own is not None:
         own = lower_program(own, held) if job.target == "triton" else own

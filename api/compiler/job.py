@@ -33,7 +33,8 @@ class Job:
     seconds: dict[str, float] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
-    weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits did
+    weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits saved
+    loss: dict[str, Any] = field(default_factory=dict)  # what passes that approximate cost
     build_draft: BuildDraft | None = None  # makes the model that drafts
     own: Job | None = None  # that of the model as it drafts for itself
     given: dict[str, PeftAdapter] = field(default_factory=dict)  # adapters that sessions choose

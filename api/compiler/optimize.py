@@ -22,7 +22,7 @@ from accel.compiler.load.hub import model_folder
 from accel.compiler.load.merge import merged
 from accel.compiler.load.tokenizer import read_tokenizer
 from accel.compiler.pipeline import pipeline, reads_text
-from accel.compiler.quality.calibration import make_calibration, read_calibration
+from accel.compiler.quality.calibration import make_calibration, read_calibration, sample
 from accel.compiler.rewrite import progress_within, rewrite, rewritten_draft
 from accel.ir.capture.capture import capture_inspected
 from accel.ir.capture.inspect import inspect
@@ -79,9 +79,9 @@ def optimize(
         max_batch: maximum number of prompts per call, and of requests that a server runs at once; a search uses
             several rows per prompt.
         out: folder for the artifact. Default: a temporary folder until `close()`.
-        verify: compare the logits after every pass and for the written graph, and measure the loss of
-            weight quantisation. The captured program is always compared with the module.
-        calibration: calibration text for weight quantisation (int4-awq, int4-gptq) and its loss: the
+        verify: compare the logits after the passes and for the written graph, and measure what passes that
+            approximate lose on a text. The captured program is always compared with the module.
+        calibration: text for what a recipe calibrates (int4-awq, int4-gptq, calm) and for its loss: the
             path of a text file, or token ids [n,T]. A fifth is held out for the loss. Default: the
             bundled text; random tokens if the model has no tokenizer.
         progress: called with (name of the step, fraction of the work done).
@@ -194,8 +194,8 @@ def _started(recipe: Any, options: BuildOptions, progress: Progress | None) -> J
     check_order(job.passes())
     if options.calibration is not None and not reads_text(job.plan):
         raise RecipeError(
-            f"recipe '{job.plan.recipe.name}' does not use calibration, because it does not quantise "
-            "weights; give a recipe with [weights], such as int4-gptq"
+            f"recipe '{job.plan.recipe.name}' does not use calibration, because no pass of it goes by a text or "
+            "loses anything on one; give a recipe with [weights], such as int4-gptq"
         )
     job.calibration = read_calibration(options.calibration)
     return job
@@ -225,14 +225,15 @@ def _compiled(
     if tokenizer is not None and any(step.reads_spelling for step in job.plan.passes):
         program.spelling = [tokenizer.decode([i]) for i in range(program.facts.vocab_size)]
     program.beside = beside(job.plan.passes, pipeline(), program.facts, tokenizer)
-    check = NumericCheck(program) if job.options.verify else None
+    text = sample(tokenizer, program.facts)
+    check = NumericCheck(program, text) if job.options.verify else None
     captured = None if job.own is None else program.copy()
     with job.part("passes", 0.4):
         rewrite(job, program, check)
     own = None
     if job.own is not None and captured is not None:
         with job.part("draft passes", 0.8):
-            own = rewritten_draft(job.own, captured, program, job.plan)
+            own = rewritten_draft(job.own, captured, program, job.plan, text)
     if job.target != "onnx":
         return in_process_model(job, program, check, tokenizer, own)
     return write_artifact(job, program, check, tokenizer, out, own)

@@ -25,7 +25,6 @@ from accel.passes.state.cross import Cross
 from accel.passes.state.head import Head
 from accel.passes.state.latent import Latent
 from accel.passes.state.layers import Layers
-from accel.passes.weights import Base as WeightsPass
 
 
 def pipeline(
@@ -44,6 +43,11 @@ def pipeline(
     ]  # fmt: skip
 
 
+def loses(step: Pass) -> bool:
+    """Whether a pass may change the text, which is then measured."""
+    return step.grade == "approximate"
+
+
 def reads_text(plan: Plan) -> bool:
-    """Whether a build calibrates on a text, or measures weights on it."""
-    return any(step.reads_text or isinstance(step, WeightsPass) for step in plan.passes)
+    """Whether a build calibrates on a text, or measures on it what is lost."""
+    return any(step.reads_text or loses(step) for step in plan.passes)

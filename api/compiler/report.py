@@ -71,7 +71,7 @@ def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str
         ("artifact", bytes_text(report.get("bytes", {}).get("total", 0))),
         ("state per token", bytes_text(report.get("kv_bytes_per_token", 0))),
         *([("of it in mapped files", bytes_text(mapped))] if mapped else []),
-        *_weights(report.get("weights", {})),
+        *_weights(report.get("weights", {}), report.get("loss", {})),
         *_encoder(model.get("encoder"), report.get("state", [])),
         *adapters_text(model.get("adapters"), bytes_text),
         ("built in", f"{report.get('seconds', {}).get('total', 0):.1f} s"),
@@ -79,12 +79,12 @@ def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str
     ]
 
 
-def _weights(weights: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Figures of weights in fewer bits, where there are some."""
+def _weights(weights: Mapping[str, Any], lost: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Figures of weights in fewer bits, and of what was lost, where there are some."""
     found = [("bits per weight", f"{weights['bits_per_weight']:.3g}")] if weights else []
-    if "kl" in weights:
-        against = f"{weights['perplexity']:.4g}, float32 {weights['perplexity_float32']:.4g}"
-        found += [("KL from float32", f"{weights['kl']:.2g}"), ("perplexity", against)]
+    if lost:
+        against = f"{lost['perplexity']:.4g}, float32 {lost['perplexity_float32']:.4g}"
+        found += [("KL from float32", f"{lost['kl']:.2g}"), ("perplexity", against)]
     return found
 
 
@@ -136,18 +136,25 @@ def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -
 
 
 def weights_text(weights: Mapping[str, Any], size: Callable[[int], str]) -> list[tuple[str, str]]:
-    """What storing weights in fewer bits saved, and what it cost; nothing where it was not done."""
+    """What storing weights in fewer bits saved; nothing where it was not done."""
     if not weights:
         return []
-    stored = f"{weights['bits_per_weight']:.3g} bits per weight, {size(weights['bytes'])}"
-    if "kl" not in weights:
-        return [("weights", stored), ("loss", "not measured")]
+    return [
+        ("weights", f"{weights['bits_per_weight']:.3g} bits per weight, {size(weights['bytes'])}")
+    ]
+
+
+def loss_text(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was lost on a text, and what loses less; nothing where nothing approximates."""
+    lost = report.get("loss", {})
+    if not lost:
+        return [("loss", "not measured")] if report.get("weights") else []
     text = {"given": "the text given", "bundled": "accel's own text", "random": "random tokens"}
-    lost = (
-        f"KL {weights['kl']:.2g} per token; perplexity {weights['perplexity']:.4g}, in float32 "
-        f"{weights['perplexity_float32']:.4g} ({weights['tokens']:,} tokens of {text[weights['text']]})"
+    said = (
+        f"KL {lost['kl']:.2g} per token (1 in 100 above {lost['kl_99']:.2g}); perplexity {lost['perplexity']:.4g}, in "
+        f"float32 {lost['perplexity_float32']:.4g} ({lost['tokens']:,} tokens of {text[lost['text']]})"
     )
-    return [("weights", stored), ("loss", lost)]
+    return [("loss", f"{said}; {lost['advice']}" if lost.get("advice") else said)]
 
 
 def adapters_text(

@@ -1,14 +1,16 @@
-"""Run a build's passes over its program: progress, dumps, errors, and what storing weights in fewer bits cost."""
+"""Run a build's passes over its program: progress, dumps, errors, and what those that approximate cost."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from accel.compiler.assemble import Plan
 from accel.compiler.draft_build import check_rewind, share
 from accel.compiler.facts_json import model_facts
 from accel.compiler.job import Job, Progress
-from accel.compiler.pipeline import pipeline
+from accel.compiler.pipeline import loses, pipeline
+from accel.compiler.quality.advice import refuse_broken
 from accel.compiler.quality.loss import loss, storage
 from accel.ir.adapters import ROWS, AdapterFacts
 from accel.ir.errors import RecipeError
@@ -69,17 +71,21 @@ def rewrite(job: Job, program: Program, check: NumericCheck | None) -> None:
             if check is not None:
                 check.begin(program)  # with adapters from now on
         coming = passes[len(job.steps)] if len(job.steps) < len(passes) else None
-        if before is None and isinstance(coming, WeightsPass):
+        if before is None and coming is not None and loses(coming):
             before = program.copy()
 
     write("captured")
     run(program, passes, check, watch)
     if check is not None:
         job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)
-    if before is not None and program.calibration is not None:
-        job.weights = storage(before, program)
-        if check is not None:
-            job.weights |= loss(before, program, program.calibration)
+    if before is not None:
+        if stored := any(isinstance(step, WeightsPass) for step in passes):
+            job.weights = storage(before, program)
+        text = program.calibration
+        if check is not None and text is not None and (stored or text.source != "random"):
+            job.loss = loss(before, program, text)
+            refuse_broken(job.loss, job.plan)
+    program.params.origins.clear()
     program.calibration = program.spelling = program.beside = None
 
 
@@ -97,15 +103,19 @@ def _adapt(job: Job, program: Program) -> None:
     program.examples[ROWS] = torch.from_numpy(example.rows)
 
 
-def rewritten_draft(job: Job, captured: Program, target: Program, plan: Plan) -> Program:
-    """A captured program, by the recipe by which it drafts for the target, which has that `plan`."""
+def rewritten_draft(
+    job: Job, captured: Program, target: Program, plan: Plan, text: Tensor | None = None
+) -> Program:
+    """A captured program, by the recipe by which it drafts for the target, which has that `plan`. `text`: token ids
+    that it is checked on.
+    """
     if captured.facts.encoder is not None:
         raise RecipeError(
             f"recipe '{job.plan.recipe.name}': {captured.facts.name} has an encoder; a draft model must be a decoder"
         )
     job.plan.passes = keeping(captured, job.plan.passes)
     refuse(job.passes(), captured.facts, job.plan.recipe.name)
-    check = NumericCheck(captured) if job.options.verify else None
+    check = NumericCheck(captured, text) if job.options.verify else None
     run(captured, pipeline(own=job.plan.every), check)
     captured.calibration = captured.spelling = captured.beside = None
     share(captured, target, any(isinstance(step, Calibrated) for step in job.plan.passes))

@@ -45,24 +45,30 @@ class Adapter(nn.Module):
         self.offset = 0
         self.writes = False  # whether the module writes into the positions that it is given
 
-    def settle(self, tokens: Tensor, positions: Tensor) -> None:
-        """Pass positions as the module itself counts them: some start at padding_idx + 1, and some
+    def settle(self, tokens: Tensor, positions: Tensor, *encoder: Tensor) -> Tensor:
+        """Logits of the example, and from now on pass positions as the module itself counts them: some start at padding_idx + 1, and some
         mean another thing by the argument. A module that cannot do without keeps them as they are.
         """
+        logits: Tensor
         if self.position_name is None or not self.hugging_face:
-            return
+            logits = self(tokens, positions, *encoder)
+            return logits
         name, self.position_name = self.position_name, None
+        counted = tokens
         for padding in self.paddings:  # which some do not count
-            tokens = tokens.masked_fill(tokens == padding, padding + 1)
-        own = self(tokens, positions)
+            counted = counted.masked_fill(counted == padding, padding + 1)
+        own = self(counted, positions)
         for offset in (0, *(p + 1 for p in self.paddings if p >= 0)):
             self.position_name, self.offset = name, offset
             with contextlib.suppress(IndexError):
                 given = positions.clone()
-                if torch.allclose(self(tokens, given), own, rtol=1e-4, atol=1e-5):
+                logits = self(counted, given)
+                if torch.allclose(logits, own, rtol=1e-4, atol=1e-5):
                     self.writes = not torch.equal(given, positions)
-                    return
-        self.position_name, self.offset = None, 0
+                    break
+        else:
+            self.position_name, self.offset, logits = None, 0, own
+        return logits if torch.equal(counted, tokens) else self(tokens, positions)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         extra: dict[str, Any] = {}

@@ -19,6 +19,7 @@ from accel.ir.capture.inspect import inspect
 from accel.ir.capture.prepare import prepared
 from accel.ir.capture.traits import ModelTraits
 from accel.ir.capture.weights_check import check_weights
+from accel.ir.openmp import rest_late
 from accel.ir.program import Program
 from accel.ir.weights import Stored
 
@@ -46,6 +47,7 @@ def capture_inspected(
 ) -> Program:
     """`capture` of a model of which the traits are known."""
     traits.require()
+    rest_late()
     with prepared(model, traits, stored) as ready:
         check_weights(ready, traits)
         exported = export(ready, traits)

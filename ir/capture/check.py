@@ -14,14 +14,15 @@ from accel.ir.ties import FirstOfTies
 
 
 def check(program: Program, model: Prepared, traits: ModelTraits) -> None:
-    """Run both at odd sizes; mandatory, since a guard can lie. Where the model chooses among equals, both take the
+    """Run both at odd sizes; mandatory, since a guard can lie: a single token, where a size may have been taken for
+    one that is always 1, and more rows and tokens than the example had, where one may have been frozen. Where the model chooses among equals, both take the
     first, and a note says so.
 
     Raises:
         CaptureError: they differ, or the model gives no numbers.
     """
     ties = FirstOfTies()
-    for seed, (batch, length) in enumerate([(1, 1), (3, 2), (2, 17)]):
+    for seed, (batch, length) in enumerate([(1, 1), (3, 17)]):
         length = min(length, program.facts.max_context)
         tokens = example(batch, length, program.facts.vocab_size, seed)
         given = dict(zip(("tokens", "positions"), tokens, strict=True))

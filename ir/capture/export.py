@@ -25,7 +25,7 @@ from accel.ir.capture.sdpa import causal_at_any_length
 from accel.ir.capture.traits import ModelTraits
 from accel.ir.errors import CaptureError
 from accel.ir.facts import Facts
-from accel.ir.versions import plain_strides
+from accel.ir.versions import lean, plain_strides
 from accel.ir.weights import Stored, reading
 
 _INPUTS = ("tokens", "positions")
@@ -87,8 +87,7 @@ def _settled(
     """Logits of the example, once the adapter knows what positions the module takes."""
     try:
         with torch.no_grad(), reading(model.stored):
-            adapter.settle(given["tokens"], given["positions"])
-        return model(*given.values())
+            return adapter.settle(*given.values())
     except CaptureError as error:
         raise CaptureError(f"{traits.name}.{error}{no_logits(traits)}") from None
     except Exception as error:
@@ -112,7 +111,7 @@ def _export(
             shape if n in _INPUTS else wide if v.dim() == 2 else rows for n, v in given.items()
         ]
         try:
-            with _silence(), flex_written_out(), causal_at_any_length(), plain_strides():
+            with _silence(), flex_written_out(), causal_at_any_length(), plain_strides(), lean():
                 return torch.export.export(
                     adapter, tuple(given.values()), dynamic_shapes=_as_taken(shapes), strict=False
                 )

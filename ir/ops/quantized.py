@@ -55,6 +55,31 @@ def round_activations(x: Tensor, block: int) -> Tensor:
     return rounded.flatten(-2)[..., :width]
 
 
+def exact_linear(
+    x: Tensor,
+    q: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    block: int,
+) -> Tensor:
+    """`quantized_linear` of inputs as they are: only the weights lie in few bits."""
+    return F.linear(x, dequantize(q, scales, zeros, bits)[:, : x.shape[-1]], bias)
+
+
+def exact_expert_linear(
+    x: Tensor, ids: Tensor, q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, block: int
+) -> Tensor:
+    """`quantized_expert_linear` of inputs as they are."""
+    out = x.new_zeros(x.shape[0], q.shape[1])
+    for expert in ids.unique().tolist():
+        rows = (ids == expert).nonzero().flatten()
+        offsets = None if zeros is None else zeros[expert]
+        out[rows] = exact_linear(x[rows], q[expert], scales[expert], offsets, None, bits, block)
+    return out
+
+
 def _quantized_linear(
     x: Tensor,
     q: Tensor,
@@ -64,21 +89,13 @@ def _quantized_linear(
     bits: int,
     block: int,
 ) -> Tensor:
-    weight = dequantize(q, scales, zeros, bits)[:, : x.shape[-1]]
-    return F.linear(round_activations(x, block), weight, bias)
+    return exact_linear(round_activations(x, block), q, scales, zeros, bias, bits, block)
 
 
 def _quantized_expert_linear(
     x: Tensor, ids: Tensor, q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, block: int
 ) -> Tensor:
-    out = x.new_zeros(x.shape[0], q.shape[1])
-    for expert in ids.unique().tolist():
-        rows = (ids == expert).nonzero().flatten()
-        offsets = None if zeros is None else zeros[expert]
-        out[rows] = _quantized_linear(
-            x[rows], q[expert], scales[expert], offsets, None, bits, block
-        )
-    return out
+    return exact_expert_linear(round_activations(x, block), ids, q, scales, zeros, bits, block)
 
 
 def _quantized_embedding(
@@ -110,6 +127,8 @@ quantized_expert_linear = Op(
 
 # Products that round their input: a difference in its last place may take it to the next step.
 PRODUCTS = (quantized_linear.default, quantized_expert_linear.default)
+# What each of them computes where nothing rounds its input.
+EXACT = dict(zip(PRODUCTS, (exact_linear, exact_expert_linear), strict=True))
 
 # ids [...], the rest as above, width the K of a row -> [..., K]
 quantized_embedding = Op(

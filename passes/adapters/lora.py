@@ -28,6 +28,7 @@ class Lora(Pass):
 
     after = (Linears,)
     must_change = True
+    alone = True  # later passes are held to what it leaves
 
     def run(self, program: Program) -> Report:
         step, editor = program.step, Editor(program, program.step.graph)

@@ -160,10 +160,10 @@ def mixes_tokens(program: Program) -> str | None:
     other = (tokens + torch.eye(length, dtype=torch.int64)) % program.facts.vocab_size
     inputs = {"tokens": tokens, "positions": positions, **side_inputs(program, length)}
     with torch.no_grad():
-        fixed = dict(zip(sites, evaluate(sites, program.params, inputs), strict=True))
         given = [a for s in sites for a in s.args if isinstance(a, fx.Node) and kinds[a] == "data"]
         wanted = [logits, *given]
-        before = evaluate(wanted, program.params, inputs, fixed)
+        found = evaluate([*sites, *wanted], program.params, inputs)
+        fixed, before = dict(zip(sites, found, strict=False)), found[len(sites) :]
         after = evaluate(wanted, program.params, {**inputs, "tokens": other}, fixed)
     for node, a, b in zip(wanted, before, after, strict=True):
         # of attention [B,H,T,D]; tokens come second everywhere else

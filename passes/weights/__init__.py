@@ -12,3 +12,5 @@ from accel.passes import Pass
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
     """Rewrites how weights are stored; `error` bounds the relative change of the logits."""
+
+    alone = True

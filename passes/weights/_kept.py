@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,14 @@ from accel.ir.codes import Codes, codes_of, expert_codes, holds_codes
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import pack
 from accel.ir.program import Editor, Program
+from accel.ir.weights import Stored
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import forget_unused
 from accel.passes.weights import Base
 from accel.passes.weights._blocks import BLOCKS, OFFSETS, Packed, Site, insert, sites, stacked
 
 aten = torch.ops.aten
+_SAME = 1e-3  # step of its codes that a row may be off: nothing is rounded
 
 
 def keeping(program: Program, own: Sequence[Pass]) -> list[Pass]:
@@ -62,11 +65,15 @@ class Kept(Base):
             if isinstance(packed, str):
                 report.refused.append(f"{site.name}: {packed}")
                 continue
+            origin = stored
             if order is not None:
                 _gather(program, site, order)
+                origin = origin.changed(partial(_in_order, order=order))
             if codes is not None and codes.offsets is not None:
                 _add_offsets(program, site, codes.offsets, codes.group)
-            insert(program, site, packed)
+                less = program.params.stored(f"{site.name}{OFFSETS}")
+                origin = origin.changed(partial(_without, offsets=less, group=codes.group))
+            insert(program, site, packed, _SAME, origin)
             report.changed += 1
         forget_unused(program)
         told = {line.split(":")[0] for line in report.refused}
@@ -160,6 +167,18 @@ def _centred_offsets(codes: Codes) -> Codes:
     middle = 2 ** (codes.bits - 1)
     moved = codes.offsets + (middle - codes.zeros.float()) * codes.scales
     return replace(codes, zeros=torch.full_like(codes.zeros, middle), offsets=moved)
+
+
+def _in_order(weight: Tensor, order: Tensor) -> Tensor:
+    """The columns of a weight [N,K] in an order [K]."""
+    return weight[:, order.to(weight.device)]
+
+
+def _without(weight: Tensor, offsets: Stored, group: int) -> Tensor:
+    """A weight [N,K] less the offset of each group of columns, stored [G,N]."""
+    if weight.is_meta:
+        return weight
+    return weight - offsets.read().t().repeat_interleave(group, dim=1)[:, : weight.shape[1]]
 
 
 def _add_offsets(program: Program, site: Site, offsets: Tensor, group: int) -> None:

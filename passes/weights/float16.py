@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel.ir.ops.experts import expert_linear
 from accel.ir.program import Editor, Program
+from accel.ir.weights import Origin
 from accel.passes import Report
 from accel.passes.clean.clean import forget_unused
 from accel.passes.weights import Base
@@ -52,6 +53,7 @@ class Float16(Base):
                 if half not in program.params and _largest(program.params[name]) > _RANGE:
                     report.refused.append(f"{name}: holds values beyond 65504")
                     continue
+                program.params.origins[half] = Origin(program.params.stored(name), 1.0)
                 for user in list(node.users):  # widened beside its use, not to be held until then
                     with graph.inserting_before(user):
                         narrow = editor.derived(half, name, Tensor.half)

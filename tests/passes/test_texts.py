@@ -16,7 +16,7 @@ from accel.ir.parser.read import parse
 from accel.ir.program import Program
 from accel.ir.spec import verify
 from accel.passes import Pass
-from accel.passes.check import run_both_ways
+from accel.passes.drive import run_both_ways
 
 TEXTS = Path(__file__).parent / "texts"
 NAMES = sorted({path.name.partition(".")[0] for path in TEXTS.iterdir()})

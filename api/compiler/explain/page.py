@@ -48,9 +48,7 @@ def grade(e: Explanation) -> str:
         "approximate": "tokens may differ from the model's",
     }[e.grade]
     bound = (
-        f"; a build fails if logits change by more than {e.error:g} of the largest"
-        if e.error
-        else ""
+        f"; declared to change the logits by up to {e.error:g} of the largest" if e.error else ""
     )
     return f"{e.grade}: {said}{bound}"
 

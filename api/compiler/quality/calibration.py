@@ -13,6 +13,7 @@ from torch import Tensor
 from accel.ir.calibration import Calibration
 from accel.ir.errors import AccelError, InputError
 from accel.ir.facts import Facts
+from accel.passes.check import BATCH
 from accel.runtime.inputs.text import Tokenizer
 
 ROW = 256  # tokens of a row
@@ -79,6 +80,14 @@ def make_calibration(
     measured[-1] = True
     source = "bundled" if given is None else "given"
     return Calibration(rows[~measured], rows[measured], source, progress)
+
+
+def sample(tokenizer: Tokenizer | None, facts: Facts) -> Tensor | None:
+    """Token ids [n,T] of accel's own text, of several of its parts, for the numeric check; none without a tokenizer
+    of this vocabulary.
+    """
+    rows = None if tokenizer is None else _bundled(tokenizer, facts)
+    return None if rows is None else rows[:: max(1, len(rows) // BATCH)]
 
 
 def _bundled(tokenizer: Tokenizer, facts: Facts) -> Tensor | None:

@@ -1,8 +1,9 @@
-"""What storing weights in fewer bits costs: bits per weight, and how far predictions moved."""
+"""What a recipe that approximates costs: bits per weight, and how far predictions moved."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,15 @@ from torch import Tensor
 from accel.ir.calibration import Calibration
 from accel.ir.ops.experts import expert_linear
 from accel.ir.program import Program
-from accel.passes.calibrate import feeds
+from accel.passes.calibrate import side_of
+from accel.passes.drive import PROMPT, calls_of, decoded, exits
 
 aten = torch.ops.aten
 _WORK = 1 << 39  # parameters times tokens that may be spent on measuring
+_WORK_ALONE, _ALONE = (
+    1 << 33,
+    64,
+)  # the same of tokens that have calls of their own, and most of them
 _MOST, _FEWEST = 2048, 256  # tokens
 _LOGITS = 1 << 25  # logits of one call
 _READ: dict[Any, int] = {
@@ -37,30 +43,45 @@ def storage(before: Program, after: Program) -> dict[str, Any]:
 
 
 def loss(before: Program, after: Program, text: Calibration) -> dict[str, Any]:
-    """Mean KL divergence per token from the float32 model's predictions, and both perplexities, on
-    text that was not calibrated on: {"kl", "perplexity", "perplexity_float32", "tokens", "text"}.
+    """What is lost on text that was not calibrated on: of the KL divergence of each token's prediction from the float32
+    model's the mean, the median and the 99 % quantile, and both perplexities:
+    {"kl", "kl_median", "kl_99", "perplexity", "perplexity_float32", "tokens", "text"}.
 
-    Both programs run by the reference of each operator, which rounds what the kernels round.
+    Both programs run by the reference of each operator, which rounds what the kernels round. Where decoding leaves out
+    layers, or a cache encodes what it keeps, the first part of each row is the prompt, and what follows it counts
+    (`accel.passes.drive.decoded`). Tokens are not evicted.
     """
     rows = text.held_out[:, : min(_MOST, after.facts.max_context)]
-    wanted = min(_MOST, max(_FEWEST, _WORK // max(1, before.facts.parameters)))
+    parameters = max(1, before.facts.parameters)
+    wanted = min(_MOST, max(_FEWEST, _WORK // parameters))
+    if alone := exits(after):  # a call for each token
+        wanted = PROMPT + min(_ALONE, max(_ALONE // 4, _WORK_ALONE // parameters))
+        rows = rows[:, :wanted]
     rows = rows[: max(1, wanted // rows.shape[1])]
+    calls = calls_of(after, rows.shape[1])
+    first = calls[1] if len(calls) > 2 else 0
     together = max(1, _LOGITS // (rows.shape[1] * before.facts.vocab_size))
-    sums = torch.zeros(3, dtype=torch.float64)
+    together = 1 if alone else together
+    apart: list[Tensor] = []
+    sums = torch.zeros(2, dtype=torch.float64)
     predicted = 0
     for done, part in enumerate(rows.split(together)):
         text.progress(f"measuring the loss: {done * together} of {len(rows)}", 1.0)
-        a, b = (_log_probabilities(program, part) for program in (before, after))
-        sums[0] += (a.exp() * (a - b)).sum().double()
-        if part.shape[1] > 1:
-            sums[1:] += torch.stack([_surprise(a, part), _surprise(b, part)])
-            predicted += part[:, 1:].numel()
-    perplexity = [math.exp(min(700.0, float(s) / max(1, predicted))) for s in sums[1:]]
+        a = _log_probabilities(before, part, [0, part.shape[1]])[:, first:]
+        b = _log_probabilities(after, part, calls)[:, first:]
+        apart.append((a.exp() * (a - b)).sum(-1).flatten().double())
+        if part.shape[1] - first > 1:
+            sums += torch.stack([_surprise(a, part[:, first:]), _surprise(b, part[:, first:])])
+            predicted += part[:, first + 1 :].numel()
+    perplexity = [math.exp(min(700.0, float(s) / max(1, predicted))) for s in sums]
+    each = torch.cat(apart)
     return {
-        "kl": round(float(sums[0]) / rows.numel(), 6),
+        "kl": round(float(each.mean()), 6),
+        "kl_median": round(float(each.median()), 6),
+        "kl_99": round(float(each.quantile(0.99)), 6),
         "perplexity": round(perplexity[1], 4),
         "perplexity_float32": round(perplexity[0], 4),
-        "tokens": rows.numel(),
+        "tokens": each.numel(),
         "text": text.source,
     }
 
@@ -75,10 +96,9 @@ def _weights(program: Program) -> set[str]:
     return found
 
 
-def _log_probabilities(program: Program, tokens: Tensor) -> Tensor:
+def _log_probabilities(program: Program, tokens: Tensor, calls: Sequence[int]) -> Tensor:
     """[n,T] -> [n,T,V]."""
-    logits: Tensor = program.run("step", feeds(program, "step", tokens))["logits"]
-    return logits.float().log_softmax(-1)
+    return decoded(program, tokens, calls, side_of(program, tokens)).log_softmax(-1)
 
 
 def _surprise(log_probabilities: Tensor, tokens: Tensor) -> Tensor:

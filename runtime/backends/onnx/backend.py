@@ -21,6 +21,7 @@ from accel.runtime.backends.onnx.machine import machine
 from accel.runtime.backends.onnx.open import open_session
 from accel.runtime.backends.onnx.session import OrtSession
 from accel.runtime.backends.onnx.tune import AUTO, Tuning, choose
+from accel.runtime.backends.onnx.waiting import Waiting, waiting
 
 
 class OrtBackend:
@@ -52,6 +53,7 @@ class OrtBackend:
         self._encoder: Any = None
         self._others: dict[str, Any] = {}
         self._spread: dict[int, Any] = {}
+        self._waiting: Waiting | None = None
         auto = isinstance(kernels, str) and kernels == AUTO
         self._tuning = None if auto else choose(artifact, kernels, self.threads)
 
@@ -60,6 +62,13 @@ class OrtBackend:
         """The variant of the step that is used, and why; measured when first asked for."""
         with self._lock:
             return self._tuned()
+
+    @property
+    def waiting(self) -> Waiting:
+        """How its threads wait for each other; measured when first asked for. Raises InputError."""
+        if self._waiting is None:
+            self._waiting = waiting(self.threads)
+        return self._waiting
 
     @property
     def state(self) -> tuple[StateValue, ...]:
@@ -145,4 +154,5 @@ class OrtBackend:
         turns = self._in_turns or FLAT.name in self.entries  # which comes between two steps
         resting = turns or entry != self.entry
         most = min(most, threads or self.threads)
-        return open_session(path, most, resting=resting, mapped=self._mapped)
+        spinning = self.waiting.spinning
+        return open_session(path, most, spinning, resting, self._mapped)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import StorageError, shown
+from accel.ir.scratch import folder_of_files
 
 _ZEROS = bytes(1 << 20)
 
@@ -40,12 +41,6 @@ def mapped(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> npt
     if fill:
         array.fill(fill)
     return array
-
-
-def folder_of_files() -> str:
-    """TMPDIR; else /var/tmp, which is on a disk where /tmp may be in memory; else that of `tempfile`."""
-    here = os.environ.get("TMPDIR")
-    return here or ("/var/tmp" if os.path.isdir("/var/tmp") else tempfile.gettempdir())
 
 
 def memory_of(array: npt.NDArray[Any]) -> mmap.mmap | None:

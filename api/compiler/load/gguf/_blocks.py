@@ -5,7 +5,7 @@ Bytes [N,B] of a matrix of N rows. The layouts: github.com/ggml-org/llama.cpp/bl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from accel.ir.codes import Coded, Codes, Made
 from accel.ir.errors import CaptureError
 from accel.ir.weights import Pages, Stored
 
+_PIECE = 1 << 20  # numbers: what is made of them on the way stays in the processor's cache
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
@@ -31,8 +32,8 @@ def stored(name: str, tensor: GgufTensor, pages: Pages, rows: Tensor | None = No
     raw = tensor.data.view(*shape[:-1], -1)
     if kind in FORMS and len(shape) == 2:
         form = FORMS[kind]
-        read = partial(_codes, form, raw, shape[1], rows)
-        return Coded.of_shape(shape, read, form, pages)
+        read = partial(_pieces, form, raw, shape[1], rows)
+        return Coded.in_pieces(shape, read, form, pages)
     from gguf import GGMLQuantizationType, quants
 
     if GGMLQuantizationType[kind] not in quants._type_traits:
@@ -63,8 +64,16 @@ def _computed(kind: str, raw: Tensor, rows: Tensor | None) -> Tensor:
     return value if rows is None else value[rows]
 
 
-def _codes(form: Form, raw: Tensor, columns: int, rows: Tensor | None) -> Codes:
-    blocks = (raw if rows is None else raw[rows]).unflatten(1, (-1, form.size))
+def _pieces(form: Form, raw: Tensor, columns: int, rows: Tensor | None) -> Iterator[Codes]:
+    """The codes of so many rows at a time as have about a million columns."""
+    count = max(1, _PIECE // columns)
+    for start in range(0, len(raw), count):
+        part = slice(start, start + count)
+        yield _codes(form, raw[part if rows is None else rows[part]], columns)
+
+
+def _codes(form: Form, raw: Tensor, columns: int) -> Codes:
+    blocks = raw.unflatten(1, (-1, form.size))
     q, scales, *more = (part.flatten(1).contiguous() for part in form.read(blocks))
     zeros = torch.full((len(raw), columns // form.group), form.zero, dtype=torch.uint8)
     offsets = more[0] if more else None
