@@ -179,17 +179,7 @@ def _place(
             stand_ins.add(name)
     with torch.device("meta"):
         empty = auto_class(config.to_dict()).from_config(deepcopy(config))
-    for name, wanted in empty.state_dict().items():  # before transformers takes memory for it
-        if name not in sources:
-            continue
-        blank = sources[name].blank
-        if blank.shape != wanted.shape:
-            raise _mismatch(path, empty, name, blank.shape, wanted.shape)
-        if wanted.is_floating_point() and not blank.is_floating_point():
-            raise CaptureError(
-                f"{path}: {name} holds {str(blank.dtype).removeprefix('torch.')} numbers in the checkpoint, and "
-                f"{type(empty).__name__} has floats there: checkpoint and configuration do not match"
-            )
+    _check_shapes(path, empty, sources)  # before transformers takes memory for them
     plain = {n: t for n, t in given.items() if n not in copied}
     with _Watch(plain, dict(sources), stand_ins) as watch:
         model, info = type(empty).from_pretrained(
@@ -213,6 +203,30 @@ def _place(
         if tensor not in stored and (name := watch.name(tensor)) is not None:
             watch.touched |= watch.made_of(name)
     return model, stored, watch.touched, sorted(info["unexpected_keys"])
+
+
+def _check_shapes(path: Path, empty: Any, sources: Mapping[str, Stored]) -> None:
+    """Raise CaptureError where the tensors of a model that was made of nothing are others than a checkpoint's."""
+    kind, apart = type(empty).__name__, dict[int, tuple[int, str, Tensor]]()
+    for name, wanted in empty.state_dict(keep_vars=True).items():
+        if name not in sources:  # transformers makes it of others
+            apart[id(wanted)] = (wanted.numel(), name, wanted)
+            continue
+        blank = sources[name].blank
+        if blank.shape != wanted.shape:
+            raise _mismatch(path, empty, name, blank.shape, wanted.shape)
+        if wanted.is_floating_point() and not blank.is_floating_point():
+            raise CaptureError(
+                f"{path}: {name} holds {str(blank.dtype).removeprefix('torch.')} numbers in the checkpoint, and {kind} "
+                "has floats there: checkpoint and configuration do not match"
+            )
+    held = sum(source.blank.numel() for source in sources.values())
+    if sum(size for size, *_ in apart.values()) > 2 * held:
+        _, name, wanted = max(apart.values(), key=lambda one: one[0])
+        raise CaptureError(
+            f"{path}: its configuration describes a {kind} whose {name} is {list(wanted.shape)}, and the checkpoint "
+            f"has {held} numbers in all: checkpoint and configuration do not match"
+        )
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
@@ -295,7 +309,8 @@ def _complete(path: Path, model: Any, info: Mapping[str, Any]) -> Any:
         raise _mismatch(path, model, name, found, wanted)
     if missing := sorted(info["missing_keys"]):
         raise CaptureError(
-            f"{path} lacks {_some(missing)} of {kind}; the checkpoint is incomplete or belongs to another model"
+            f"{path} lacks {len(missing)} of {kind}'s tensors: {', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}; the checkpoint is incomplete or belongs to another model"
         )
     return model
 

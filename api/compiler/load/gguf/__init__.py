@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.compiler.load.gguf._blocks import stored
+from accel.compiler.load.gguf._blocks import Unread, stored
 from accel.compiler.load.gguf._file import GgufFile, GgufTensor, plain, read_gguf
 from accel.ir.axis import Axis
 from accel.ir.codes import Coded, Made
@@ -145,7 +145,10 @@ class Base:
 
     def rope(self) -> dict[str, Any]:
         """`rope_parameters`."""
-        theta = {"rope_theta": self.positive("rope.freq_base", 10000.0)}
+        base = self.positive("rope.freq_base", 10000.0)
+        if base <= 1:
+            raise self.wrong(f"rope.freq_base is {base:g}, and it must be above one")
+        theta = {"rope_theta": base}
         kind = self._value("rope.scaling.type", str, "linear")
         factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0))
         if kind == "none" or kind == "linear" and factor in (0.0, 1.0):
@@ -173,6 +176,7 @@ class Base:
     def weights(self) -> dict[str, Stored]:
         """The model's parameters by name. Raises CaptureError for a tensor that the model has no place for."""
         found: dict[str, Stored] = {}
+        self._check_experts()
         for name, tensor in self.file.tensors.items():
             if name in self.read_apart:
                 continue
@@ -182,7 +186,7 @@ class Base:
                 _, layer, kind = module.split(".", 2)
             place = f"{self.layers}.{layer}." if layer else ""
             table = self.layer if layer else self.top
-            if layer and kind in self.experts and len(tensor.shape) == 3:
+            if layer and kind in self.experts and last == "weight" and len(tensor.shape) == 3:
                 if tensor.shape[0] != (count := self.count("expert_count")):
                     raise self.wrong(f"{name} is {list(tensor.shape)}, and expert_count {count}")
                 for i, part in enumerate(_slices(tensor)):
@@ -255,6 +259,14 @@ class Base:
             raise self.wrong(f"{key} is {shown(value)}, of another kind than accel reads")
         return value
 
+    def _check_experts(self) -> None:
+        """That a layer has all parts of its experts, or none."""
+        for layer in range(self.depth()):
+            names = [f"blk.{layer}.{kind}.weight" for kind in self.experts]
+            lacks = [name for name in names if name not in self.file.tensors]
+            if lacks and len(lacks) < len(names):
+                raise self.wrong(f"it lacks {lacks[0]}")
+
     def factors(self, name: str) -> Tensor:
         """What a tensor says that the frequencies of a head's pairs are divided by, float32 [pairs]."""
         tensor, pairs = self.file.tensors[name], self.width() // 2
@@ -315,7 +327,10 @@ class GgufModel:
 
     def weights(self) -> tuple[dict[str, Stored], list[str]]:
         """The parameters, and notes. Raises CaptureError."""
-        found = self.architecture.weights()
+        try:
+            found = self.architecture.weights()
+        except Unread as error:
+            raise CaptureError(f"{self.file.path}: {error}") from None
         few = [weight for weight in found.values() if isinstance(weight, (Coded, Made))]
         kinds = {t.kind for t in self.file.tensors.values()} - {"F32", "F16", "BF16", "F64"}
         if not few:

@@ -236,9 +236,7 @@ class _Header:
     def _sane(self, count: int, least: int, what: str) -> int:
         """A count of parts of the metadata, which become Python's objects."""
         if self._checked(count, least) > _LONGEST:
-            raise Damaged(
-                f"its metadata has {what} of {count}, and accel reads {_LONGEST} at most"
-            )
+            raise Damaged(f"its metadata has {what} of {count}, and accel reads {_LONGEST} at most")
         return count
 
     def _checked(self, count: int, least: int) -> int:
