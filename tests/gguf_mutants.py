@@ -185,7 +185,8 @@ def _of_tensor(whole, i, setting, changed):
         for one in copy.tensors[i:]:
             one[3] -= size
 
-    yield f"{name} missing", "", changed(drop)
+    if name != "output.weight":  # without which the embedding is the head
+        yield f"{name} missing", "", changed(drop)
 
 
 def _of_field(whole, i, setting, changed):
