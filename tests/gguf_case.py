@@ -10,6 +10,7 @@ gguf = pytest.importorskip("gguf")
 Type = gguf.GGMLQuantizationType
 
 TOKENS = torch.tensor([[3, 5, 9, 20, 41, 7, 60, 62, 1, 12, 17, 33]])
+SIZE = 320  # rows of an embedding; tokens that make a vocabulary as long are unused, as converters write them
 HALVES = {  # where the factors of a block lie, which are float16
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
     "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "TQ2_0": [64],
@@ -130,6 +131,8 @@ def words():
     tokens = sorted(held, key=held.__getitem__)
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     types = [3 if token in marks else 1 for token in tokens]
+    more = SIZE - len(tokens)
+    tokens, types = [*tokens, *(f"[PAD{i}]" for i in range(more))], [*types, *[5] * more]
     return tokens, [" ".join(pair) for pair in merges], types
 
 
@@ -157,11 +160,12 @@ def spm():
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *joined, *letters]
     types = [2, 3, 3] + [6] * 256 + [1] * (len(joined) + len(letters))
     scores = [0.0] * 259 + [-float(i) for i in range(len(joined) + len(letters))]
+    unused = [f"[PAD{i}]" for i in range(SIZE - len(tokens) - 1)]
     return [
         ("tokenizer.ggml.model", "llama", kinds.STRING),
-        ("tokenizer.ggml.tokens", tokens + ["<|end|>"], None),
-        ("tokenizer.ggml.scores", scores + [-1000.0], None),
-        ("tokenizer.ggml.token_type", types + [3], None),
+        ("tokenizer.ggml.tokens", [*tokens, "<|end|>", *unused], None),
+        ("tokenizer.ggml.scores", scores + [-1000.0] * (1 + len(unused)), None),
+        ("tokenizer.ggml.token_type", [*types, 3, *[5] * len(unused)], None),
         ("tokenizer.ggml.bos_token_id", 1, kinds.UINT32),
         ("tokenizer.ggml.eos_token_id", 2, kinds.UINT32),
     ]

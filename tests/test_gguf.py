@@ -24,11 +24,11 @@ from accel.ir.codes import Coded
 from accel.ir.errors import AccelError
 from accel.ir.weights import Pages, reading
 
-from .gguf_case import HALVES, TOKENS, Type, blocks, bpe, gguf, spm, write
+from .gguf_case import HALVES, SIZE, TOKENS, Type, blocks, bpe, gguf, spm, write
 
 U32, F32, STRING = (gguf.GGUFValueType[name] for name in ("UINT32", "FLOAT32", "STRING"))
 SIZES = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -341,7 +341,11 @@ DAMAGED = {
     "type": (header(1, 0, key("x", 1), struct.pack("<QIQ", 32, 77, 0), bytes(99)), "x is of ggml's type 77"),
     "block": (header(1, 0, key("x", 1), struct.pack("<QIQ", 31, 2, 0), bytes(99)), "blocks of 32 do not divide"),
     "end": (header(1, 0, key("x", 1), struct.pack("<QIQ", HUGE, 0, 0)), "and x at byte"),
-    "offset": (header(1, 0, key("x", 1), struct.pack("<QIQ", 8, 0, HUGE)), "and x at byte"),
+    "offset": (header(1, 0, key("x", 1), struct.pack("<QIQ", 8, 0, HUGE)), "and by the tensors before it at byte"),
+    "axes": (header(1, 0, key("x", 5), bytes(99)), "x has 5 axes"),
+    "nothing": (header(1, 0, key("x", 2), struct.pack("<QQIQ", 32, 0, 0, 0)), "x is [0, 32], which holds nothing"),
+    "behind": (header(1, 0, key("x", 1), struct.pack("<QIQ", 8, 0, 0), bytes(99)), "its last tensor ends at byte 96"),
+    "long list": (header(0, 1, key("a", 9), struct.pack("<IQ", 0, 2**24 + 1), bytes(2**24 + 9)), "a list of 16777217"),
 }  # fmt: skip
 
 
@@ -398,10 +402,8 @@ def test_a_configuration_of_odd_tokens(model, tmp_path):
     with pytest.raises(AccelError, match="tokenizer.ggml.tokens is 7, not a list"):
         configuration(tokens, False)
     ends = [("tokenizer.ggml.eos_token_id", [1, 2], None)]
-    assert (
-        configuration(write(model, "llama", tmp_path / "b.gguf", more=ends), False).eos_token_id
-        is None
-    )
+    with pytest.raises(AccelError, match=r"eos_token_id is \[1, 2\], and there are 320 tokens"):
+        configuration(write(model, "llama", tmp_path / "b.gguf", more=ends), False)
 
 
 def test_a_tensor_without_a_place_is_refused(model, tmp_path):

@@ -12,7 +12,7 @@ from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.tokenizer import read_tokenizer
 from accel.ir.weights import reading
 
-from .gguf_case import bpe, spm, write
+from .gguf_case import SIZE, bpe, spm, write
 
 lib = pytest.importorskip("llama_cpp")
 
@@ -20,7 +20,7 @@ from llama_logits import Peer  # noqa: E402 -- which imports llama_cpp
 
 FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q5_1": 9, "q2_k": 10, "q4_k": 15, "q5_k": 17, "q6_k": 18}
 SIZES = {
-    "vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": SIZE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 TEXTS = (

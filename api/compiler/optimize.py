@@ -27,7 +27,8 @@ from accel.compiler.rewrite import progress_within, rewrite, rewritten_draft
 from accel.ir.capture.capture import capture_inspected
 from accel.ir.capture.inspect import inspect
 from accel.ir.capture.traits import Kind
-from accel.ir.errors import LoweringError, RecipeError
+from accel.ir.errors import LoweringError, RecipeError, shown
+from accel.ir.facts import Facts
 from accel.ir.peft import read_adapter
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
@@ -207,11 +208,27 @@ def _check_tokenizer(job: Job, tokenizer: Tokenizer | None) -> None:
         loop.check(tokenizer)
 
 
+def _without_weights(facts: Facts, tokenizer: Tokenizer | None) -> list[str]:
+    """What to say of tokens that the embedding has no rows for."""
+    known = {} if tokenizer is None else tokenizer.vocabulary
+    few = sorted(token for token, index in known.items() if index >= facts.vocab_size)
+    if not few:
+        return []
+    named = ", ".join(shown(token) for token in few[:3]) + (", …" if len(few) > 3 else "")
+    many = (
+        f"{len(few)} tokens of the tokenizer have"
+        if len(few) > 1
+        else "1 token of the tokenizer has"
+    )
+    return [f"{many} no weights in the model ({named}): texts with them are refused"]
+
+
 def _compiled(
     job: Job, program: Program, tokenizer: Tokenizer | None, out: str | Path | None
 ) -> CompiledModel:
     """The passes over a captured program, and what its target makes of it."""
     fit(job.plan, program.facts)
+    program.facts.notes += _without_weights(program.facts, tokenizer)
     if "draft" in job.plan.methods:
         job.plan.methods["draft"].store(
             program.facts, tokenizer

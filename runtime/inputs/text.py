@@ -58,6 +58,7 @@ class Tokenizer:
             self._inner = tokenizers.Tokenizer.from_str(self._json.decode("utf-8"))
         self._inner.no_padding()
         self._inner.no_truncation()
+        self._inner.encode_special_tokens = self.config.splits_special
         self.special = frozenset(
             i for i, token in self._inner.get_added_tokens_decoder().items() if token.special
         )

@@ -1,4 +1,6 @@
-"""What a Hugging Face folder says of its tokenizer beside tokenizer.json: special tokens and chat templates."""
+"""What a Hugging Face folder says of its tokenizer beside tokenizer.json: special tokens, whether a text may hold
+them, and chat templates.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ from typing import Any
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"  # of older checkpoints
+ADDED = "added_tokens.json"  # of older checkpoints
+_SPLITS = "split_special_tokens"
 TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
 DEFAULT = "default"  # the name of a template that has none
@@ -20,10 +24,13 @@ _PLAIN = re.compile(r"\w[\w .+-]*")
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """special: "bos_token" -> its text, as templates name it; templates: name -> Jinja source."""
+    """special: "bos_token" -> its text, as templates name it; templates: name -> Jinja source; splits_special: special
+    tokens in a text are text like any other.
+    """
 
     special: dict[str, str] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
+    splits_special: bool = False
 
     @classmethod
     def of(cls, config: dict[str, Any], templates: dict[str, str] | None = None) -> TokenizerConfig:
@@ -37,7 +44,8 @@ class TokenizerConfig:
         config = {**(named if isinstance(named, dict) else {}), **config}
         texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items()}
         special = {k: v for k, v in texts.items() if k.endswith("_token") and isinstance(v, str)}
-        return cls(special, templates or _templates(config.get("chat_template")))
+        templates = templates or _templates(config.get("chat_template"))
+        return cls(special, templates, bool(config.get(_SPLITS)))
 
     @classmethod
     def read(cls, folder: Path, files: Collection[str] | None = None) -> TokenizerConfig:
@@ -46,12 +54,7 @@ class TokenizerConfig:
         Raises ValueError with the file and what is wrong with it.
         """
 
-        def there(name: str) -> bool:
-            return (folder / name).is_file() and (files is None or name in files)
-
-        config = _json(folder / CONFIG) if there(CONFIG) else {}
-        if there(SPECIAL) and "added_tokens_decoder" not in config:
-            config |= _json(folder / SPECIAL)
+        config = declared(folder, files)
         more = sorted(path.name for path in (folder / TEMPLATES).glob("*.jinja"))
         named = {name.removesuffix(".jinja"): f"{TEMPLATES}/{name}" for name in more}
         named = {DEFAULT: TEMPLATE, **named}
@@ -59,7 +62,7 @@ class TokenizerConfig:
             templates = {
                 name: (folder / file).read_text(encoding="utf-8")
                 for name, file in named.items()
-                if there(file)
+                if _there(folder, file, files)
             }
             return cls.of(config, templates)
         except ValueError as error:
@@ -67,12 +70,29 @@ class TokenizerConfig:
 
     def write(self, folder: Path, **more: Any) -> None:
         """As transformers and onnxruntime-genai read it; `more` goes into tokenizer_config.json."""
-        text = json.dumps({**self.special, **more}, indent=1, ensure_ascii=False)
+        splits = {_SPLITS: True} if self.splits_special else {}
+        text = json.dumps({**self.special, **splits, **more}, indent=1, ensure_ascii=False)
         (folder / CONFIG).write_text(text, encoding="utf-8")
         for name, template in self.templates.items():
             file = folder / (TEMPLATE if name == DEFAULT else f"{TEMPLATES}/{name}.jinja")
             file.parent.mkdir(exist_ok=True)
             file.write_text(template, encoding="utf-8", newline="")
+
+
+def declared(folder: Path, files: Collection[str] | None = None) -> dict[str, Any]:
+    """The JSON of a folder's tokenizer_config.json, with that of special_tokens_map.json where transformers reads it;
+    `files`: only these of them.
+
+    Raises ValueError with the file and what is wrong with it.
+    """
+    config = read_json(folder / CONFIG) if _there(folder, CONFIG, files) else {}
+    if _there(folder, SPECIAL, files) and "added_tokens_decoder" not in config:
+        config |= read_json(folder / SPECIAL)
+    return config
+
+
+def _there(folder: Path, name: str, files: Collection[str] | None) -> bool:
+    return (folder / name).is_file() and (files is None or name in files)
 
 
 def _templates(value: Any) -> dict[str, str]:
@@ -90,10 +110,11 @@ def _templates(value: Any) -> dict[str, str]:
     return value
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises ValueError with the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not a JSON object")

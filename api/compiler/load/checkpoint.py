@@ -95,7 +95,7 @@ def _of_gguf(path: Path) -> Loaded:
     given = open_gguf(path)
     stored, notes = given.weights()
     config = AutoConfig.for_model(**given.config)
-    loaded = _streamed(path, config, stored, given.file.pages, notes)
+    loaded = _streamed(path, config, stored, given.file.pages, notes, every=True)
     given.architecture.adapt(loaded.model)
     return loaded
 
@@ -122,18 +122,30 @@ def _stored(shards: Shards) -> dict[str, Stored]:
 
 
 def _streamed(
-    path: Path, config: Any, sources: Mapping[str, Stored], pages: Pages, notes: list[str]
+    path: Path,
+    config: Any,
+    sources: Mapping[str, Stored],
+    pages: Pages,
+    notes: list[str],
+    every: bool = False,
 ) -> Loaded:
-    """Let transformers place the tensors (names, ties, buffers) without reading them.
+    """Let transformers place the tensors (names, ties, buffers) without reading them. `every`: none may be left over.
 
     Those that are not float32 are represented by stand-ins, and so are experts that it stacks. Where
     transformers computes otherwise with some, or writes to some, it gets these in memory, in a second round.
     """
-    model, stored, touched = _place(path, config, sources, set())
+    model, stored, touched, left = _place(path, config, sources, set())
+    if left and every:
+        raise CaptureError(
+            f"{path} has {_some(left)}, for which {type(model).__name__} has no place as the metadata describes it; "
+            "give the Hugging Face checkpoint that it was made from"
+        )
+    if left:
+        notes = [*notes, f"the model does not use {_some(left)} of the checkpoint"]
     if touched:
         del model, stored
         pages.release()  # with what was written
-        model, stored, _ = _place(path, config, sources, touched)
+        model, stored, *_ = _place(path, config, sources, touched)
     return Loaded(model, stored, notes)
 
 
@@ -150,9 +162,9 @@ class _Copied:
 
 def _place(
     path: Path, config: Any, sources: Mapping[str, Stored], copied: set[str]
-) -> tuple[Any, dict[Tensor, Stored], set[str]]:
-    """The model; where those of its tensors lie that are a checkpoint's as they are; and the tensors
-    that cannot be had so, since transformers made something of them.
+) -> tuple[Any, dict[Tensor, Stored], set[str], list[str]]:
+    """The model; where those of its tensors lie that are a checkpoint's as they are; the tensors that cannot be had
+    so, since transformers made something of them; and those that it did not use.
     """
     from transformers import GenerationConfig
 
@@ -167,9 +179,7 @@ def _place(
             stand_ins.add(name)
     with torch.device("meta"):
         empty = auto_class(config.to_dict()).from_config(deepcopy(config))
-    for name, wanted in empty.state_dict().items():  # before transformers takes memory for it
-        if name in sources and sources[name].blank.shape != wanted.shape:
-            raise _mismatch(path, empty, name, sources[name].blank.shape, wanted.shape)
+    _check_shapes(path, empty, sources)  # before transformers takes memory for them
     plain = {n: t for n, t in given.items() if n not in copied}
     with _Watch(plain, dict(sources), stand_ins) as watch:
         model, info = type(empty).from_pretrained(
@@ -192,7 +202,31 @@ def _place(
     for tensor in tensors:  # a part of a stand-in
         if tensor not in stored and (name := watch.name(tensor)) is not None:
             watch.touched |= watch.made_of(name)
-    return model, stored, watch.touched
+    return model, stored, watch.touched, sorted(info["unexpected_keys"])
+
+
+def _check_shapes(path: Path, empty: Any, sources: Mapping[str, Stored]) -> None:
+    """Raise CaptureError where the tensors of a model that was made of nothing are others than a checkpoint's."""
+    kind, apart = type(empty).__name__, dict[int, tuple[int, str, Tensor]]()
+    for name, wanted in empty.state_dict(keep_vars=True).items():
+        if name not in sources:  # transformers makes it of others
+            apart[id(wanted)] = (wanted.numel(), name, wanted)
+            continue
+        blank = sources[name].blank
+        if blank.shape != wanted.shape:
+            raise _mismatch(path, empty, name, blank.shape, wanted.shape)
+        if wanted.is_floating_point() and not blank.is_floating_point():
+            raise CaptureError(
+                f"{path}: {name} holds {str(blank.dtype).removeprefix('torch.')} numbers in the checkpoint, and {kind} "
+                "has floats there: checkpoint and configuration do not match"
+            )
+    held = sum(source.blank.numel() for source in sources.values())
+    if sum(size for size, *_ in apart.values()) > 2 * held:
+        _, name, wanted = max(apart.values(), key=lambda one: one[0])
+        raise CaptureError(
+            f"{path}: its configuration describes a {kind} whose {name} is {list(wanted.shape)}, and the checkpoint "
+            f"has {held} numbers in all: checkpoint and configuration do not match"
+        )
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:
@@ -279,6 +313,12 @@ def _complete(path: Path, model: Any, info: Mapping[str, Any]) -> Any:
             f"{', …' if len(missing) > 3 else ''}; the checkpoint is incomplete or belongs to another model"
         )
     return model
+
+
+def _some(names: list[str]) -> str:
+    """How many tensors, and the first names."""
+    many = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+    return f"{many} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
 
 
 def _mismatch(path: Path, model: Any, name: str, found: Any, wanted: Any) -> CaptureError:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel.ir.errors import CaptureError
+from accel.ir.errors import CaptureError, shown
 from accel.ir.weights import Pages
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -75,33 +76,77 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _tensors(path: Path, pages: Pages) -> dict[str, Tensor]:
-    """The tensors of one file, by its header: 8 bytes of length, JSON, then the data."""
+    """The tensors of one file, by its header: 8 bytes of length, JSON, then the data, which they share without gaps."""
     try:
         data = pages.open(path)
         length = int.from_bytes(bytes(data[:8].tolist()), "little")
-        header = json.loads(bytes(data[8 : 8 + length].numpy()))
+        if length > len(data) - 8:
+            raise ValueError(f"its header has {length} bytes, and it {len(data)}")
+        text = bytes(data[8 : 8 + length].numpy())
+        header = json.loads(text, object_pairs_hook=_once)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no object")
         header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if isinstance(entry["dtype"], str) and entry["dtype"] not in _DTYPES:
-                raise CaptureError(
-                    f"{path}: {name} is of the type {entry['dtype']}, and accel reads {', '.join(_DTYPES)}; give a "
-                    "checkpoint in one of those"
-                )
-        return {name: _tensor(data[8 + length :], entry) for name, entry in header.items()}
+        entries = [_entry(path, name, entry) for name, entry in header.items()]
     except CaptureError:
         raise
-    except Exception as error:
+    except (OSError, ValueError, RecursionError) as error:
+        raise CaptureError(f"{path} is cut or damaged ({error}): fetch it again") from error
+    found, end, data = {}, 0, data[8 + length :]
+    for entry in sorted(entries, key=lambda one: (one.start, one.end)):
+        if entry.start != end or entry.end > len(data):
+            raise CaptureError(
+                f"{path} is cut or damaged ({entry.name} lies at bytes {entry.start} to {entry.end} of {len(data)}, "
+                f"and the tensors before it end at {end}): fetch it again"
+            )
+        end = entry.end
+        part = data[entry.start : end]
+        if part.data_ptr() % entry.dtype.itemsize:  # nothing promises that a tensor is aligned
+            part = part.clone()
+        found[entry.name] = part.view(entry.dtype).view(entry.shape)
+    if end != len(data):
         raise CaptureError(
-            f"{path} is cut or damaged ({type(error).__name__}: {error}): fetch it again"
-        ) from error
+            f"{path} is cut or damaged (its tensors end at byte {end} of {len(data)}): fetch it again"
+        )
+    return {name: found[name] for name in header}
 
 
-def _tensor(data: Tensor, entry: dict[str, Any]) -> Tensor:
-    start, end = entry["data_offsets"]
-    dtype = _DTYPES[entry["dtype"]]
-    if not 0 <= start <= end <= len(data):
-        raise ValueError(f"its data ends at byte {len(data)}, a tensor at byte {end}")
-    part = data[start:end]
-    if part.data_ptr() % dtype.itemsize:  # nothing promises that a tensor is aligned
-        part = part.clone()
-    return part.view(dtype).reshape(entry["shape"])
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError where it has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"its header has {next(k for k in keys if keys.count(k) > 1)} twice")
+    return found
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a header says of a tensor. `start`, `end`: bytes of the data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def _entry(path: Path, name: str, told: Any) -> _Entry:
+    """Raises CaptureError for a type that accel does not read, ValueError for what does not fit together."""
+    given = told if isinstance(told, dict) else {}
+    dtype, shape, place = (given.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if isinstance(dtype, str) and dtype and dtype not in _DTYPES:
+        raise CaptureError(
+            f"{path}: {name} is of the type {dtype}, and accel reads {', '.join(_DTYPES)}; give a "
+            "checkpoint in one of those"
+        )
+    if not dtype or not isinstance(dtype, str) or not _numbers(shape) or not _numbers(place):
+        raise ValueError(f"{name} is {shown(told)}, not a type, a shape and a place")
+    bytes_ = prod(shape) * _DTYPES[dtype].itemsize
+    if len(place) != 2 or place[1] - place[0] != bytes_:
+        raise ValueError(f"{name} is {dtype} {shape}, which bytes {place} do not hold")
+    return _Entry(name, _DTYPES[dtype], tuple(shape), *place)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accel.compiler.load.added_tokens import with_added
 from accel.compiler.load.gguf._file import is_gguf, read_gguf
 from accel.compiler.load.gguf._tokenizer import tokenizer_config, tokenizer_json
 from accel.ir.errors import CaptureError
@@ -13,7 +15,7 @@ from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 
 
 def read_tokenizer(tokenizer: Any, model_path: Path | None) -> Tokenizer | None:
-    """With its special tokens and chat templates, where they lie beside it; None where there is none.
+    """With the tokens, special tokens and chat templates that the files beside it tell of; None where there is none.
 
     `tokenizer`: a `tokenizers.Tokenizer`, a fast Hugging Face tokenizer, the path of a tokenizer.json or of its
     folder; None: of the model directory or GGUF file. Raises CaptureError.
@@ -34,7 +36,9 @@ def read_tokenizer(tokenizer: Any, model_path: Path | None) -> Tokenizer | None:
     else:
         return _of_object(tokenizer)
     try:
-        return Tokenizer(file, TokenizerConfig.read(file.parent))
+        found = Tokenizer(file, TokenizerConfig.read(file.parent))
+        data = with_added(found.json, file.parent)
+        return found if data is found.json else Tokenizer(data, found.config)
     except ValueError as error:
         raise CaptureError(f"{error}; correct the file, or remove it") from error
 
@@ -60,7 +64,9 @@ def _of_object(tokenizer: Any) -> Tokenizer:
             "Hugging Face tokenizer, a tokenizers.Tokenizer or the path of a tokenizer.json"
         )
     special = getattr(tokenizer, "special_tokens_map", {})
-    config = {**special, "chat_template": getattr(tokenizer, "chat_template", None)}
+    splits = getattr(tokenizer, "split_special_tokens", inner.encode_special_tokens)
+    template = getattr(tokenizer, "chat_template", None)
+    config = {**special, "chat_template": template, "split_special_tokens": splits}
     return Tokenizer(str(inner.to_str()).encode(), TokenizerConfig.of(config))
 
 
@@ -81,5 +87,5 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         if token is not None:
             special.setdefault(name, token)
         adds[f"add_{name}"] = token is not None and special[name] == token
-    config = TokenizerConfig(special, tokenizer.config.templates)
+    config = replace(tokenizer.config, special=special)
     config.write(folder, tokenizer_class="PreTrainedTokenizerFast", **adds)

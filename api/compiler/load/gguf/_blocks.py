@@ -14,17 +14,20 @@ from torch import Tensor
 
 from accel.compiler.load.gguf._file import GgufTensor
 from accel.ir.codes import Coded, Codes, Made
-from accel.ir.errors import CaptureError
 from accel.ir.weights import Pages, Stored
 
 _PIECE = 1 << 20  # numbers: what is made of them on the way stays in the processor's cache
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
+class Unread(ValueError):
+    """A type of ggml that accel does not read."""
+
+
 def stored(name: str, tensor: GgufTensor, pages: Pages, rows: Tensor | None = None) -> Stored:
     """A tensor as a parameter; `rows` [N]: the order in which the model has its rows.
 
-    Raises CaptureError for a type of which the package gguf has no floats.
+    Raises Unread for a type of which the package gguf has no floats.
     """
     kind, shape = tensor.kind, tensor.shape
     if kind in _FLOATS:
@@ -37,7 +40,7 @@ def stored(name: str, tensor: GgufTensor, pages: Pages, rows: Tensor | None = No
     from gguf import GGMLQuantizationType, quants
 
     if GGMLQuantizationType[kind] not in quants._type_traits:
-        raise CaptureError(
+        raise Unread(
             f"{name} is of ggml's type {kind}, which accel does not read; give a file in another type, such as "
             "Q4_K_M, Q8_0 or F16"
         )

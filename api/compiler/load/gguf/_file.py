@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from accel.ir.errors import CaptureError, extra
+from accel.ir.errors import CaptureError, extra, shown
 from accel.ir.weights import Pages
 
 SUFFIX = ".gguf"
@@ -29,6 +29,10 @@ _NUMBERS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_LONGEST = (
+    2**24
+)  # elements of a list or bytes of a text: vocabularies have 2^18 words, templates 2^17 letters
+_AXES = 4  # that ggml's tensors have at most
 
 
 class Damaged(ValueError):
@@ -52,6 +56,11 @@ class GgufFile:
     fields: dict[str, Any]
     tensors: dict[str, GgufTensor]
     pages: Pages
+
+
+def plain(name: str) -> str:
+    """A name that a file gives, as an error shows it."""
+    return shown(name)[1:-1]
 
 
 def is_gguf(path: Path) -> bool:
@@ -143,7 +152,7 @@ class _Header:
         for _ in range(self._number("Q")):
             key = self._text()
             if key in fields:
-                raise Damaged(f"its metadata has {key} twice")
+                raise Damaged(f"its metadata has {plain(key)} twice")
             fields[key] = self._value(self._number("I"))
         return fields
 
@@ -153,29 +162,42 @@ class _Header:
         """The tensors, which the file lists behind the metadata. `sizes`: ggml's types."""
         listed = [self._entry() for _ in range(self._checked(self._count, 24))]
         align = fields.get("general.alignment", 32)
-        if not isinstance(align, int) or align < 1 or align & (align - 1):
-            raise Damaged(f"general.alignment is {align!r}, not a power of two")
-        begin = -(-self._at // align) * align
+        if type(align) is not int or align < 1 or align & (align - 1):
+            raise Damaged(f"general.alignment is {shown(align)}, not a power of two")
+        begin = end = -(-self._at // align) * align
         found: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in listed:
+            told = plain(name)
             if name in found:
-                raise Damaged(f"it has the tensor {name} twice")
+                raise Damaged(f"it has the tensor {told} twice")
             if kind not in sizes:
                 raise Damaged(
-                    f"{name} is of ggml's type {kind}, which this package gguf does not know"
+                    f"{told} is of ggml's type {kind}, which this package gguf does not know"
                 )
             word, block, size = sizes[kind]
-            if not shape or shape[-1] % block:
-                raise Damaged(f"{name} is {list(shape)}, which blocks of {block} do not divide")
+            if not shape or 0 in shape:
+                raise Damaged(f"{told} is {list(shape)}, which holds nothing")
+            if shape[-1] % block:
+                raise Damaged(f"{told} is {list(shape)}, which blocks of {block} do not divide")
             start, length = begin + offset, prod(shape) // block * size
-            if start + length > len(data):
-                raise Damaged(f"it ends at byte {len(data)}, and {name} at byte {start + length}")
-            found[name] = GgufTensor(word, shape, data[start : start + length])
+            behind = -(-end // align) * align  # each lies behind the one before it
+            if start != behind:
+                raise Damaged(
+                    f"{told} begins at byte {start}, and by the tensors before it at byte {behind}"
+                )
+            end = start + length
+            if end > len(data):
+                raise Damaged(f"it ends at byte {len(data)}, and {told} at byte {end}")
+            found[name] = GgufTensor(word, shape, data[start:end])
+        if found and len(data) - end >= align:
+            raise Damaged(f"its last tensor ends at byte {end}, and it at byte {len(data)}")
         return found
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text()
-        shape = [self._number("Q") for _ in range(self._checked(self._number("I"), 8))]
+        name, axes = self._text(), self._checked(self._number("I"), 8)
+        if axes > _AXES:
+            raise Damaged(f"{plain(name)} has {axes} axes, and tensors have {_AXES} at most")
+        shape = [self._number("Q") for _ in range(axes)]
         return name, tuple(reversed(shape)), self._number("I"), self._number("Q")
 
     def _value(self, kind: int) -> Any:
@@ -189,15 +211,17 @@ class _Header:
             )
         kind, count = self._number("I"), self._number("Q")
         if kind == _STRING:
-            return [self._text() for _ in range(self._checked(count, 8))]
+            return [self._text() for _ in range(self._sane(count, 8, "a list"))]
         if kind not in _NUMBERS:
             raise Damaged(f"its metadata has an array of type {kind}, which accel does not read")
         dtype = np.dtype(_NUMBERS[kind])
-        return np.frombuffer(self._take(count * dtype.itemsize), dtype.newbyteorder("<")).tolist()
+        part = self._take(self._sane(count, dtype.itemsize, "a list") * dtype.itemsize)
+        return np.frombuffer(part, dtype.newbyteorder("<")).tolist()
 
     def _text(self) -> str:
+        count = self._sane(self._number("Q"), 1, "a text")
         try:
-            return str(self._take(self._number("Q")), "utf-8")
+            return str(self._take(count), "utf-8")
         except UnicodeDecodeError as error:
             raise Damaged(f"a text in its metadata is not UTF-8 ({error.reason})") from None
 
@@ -208,6 +232,12 @@ class _Header:
         self._checked(count, 1)
         self._at += count
         return self._data[self._at - count : self._at]
+
+    def _sane(self, count: int, least: int, what: str) -> int:
+        """A count of parts of the metadata, which become Python's objects."""
+        if self._checked(count, least) > _LONGEST:
+            raise Damaged(f"its metadata has {what} of {count}, and accel reads {_LONGEST} at most")
+        return count
 
     def _checked(self, count: int, least: int) -> int:
         """A count of things that take so many bytes at least."""

@@ -34,8 +34,8 @@ class Gemma2(Base):
             "hidden_activation": "gelu_pytorch_tanh",
             "sliding_window": self.count("attention.sliding_window", 4096),
             "layer_types": kinds(sliding),
-            "attn_logit_softcapping": self.number("attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": self.number("final_logit_softcapping", 30.0),
+            "attn_logit_softcapping": self.positive("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": self.positive("final_logit_softcapping", 30.0),
             "query_pre_attn_scalar": scalar(config, _LARGEST),
         }
 

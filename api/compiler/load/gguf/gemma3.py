@@ -29,9 +29,10 @@ class Gemma3(Base):
 
     def config(self) -> dict[str, Any]:
         config = super().config()
-        window = self.file.fields.get("gemma3.attention.sliding_window") or 0
+        told = self.number("attention.sliding_window", 0) > 0
+        window = self.count("attention.sliding_window") if told else 0
         sliding = self.flags("attention.sliding_window_pattern", 6)
-        local = {"rope_type": "default", "rope_theta": self.number("rope.freq_base_swa", 10000.0)}
+        local = {"rope_type": "default", "rope_theta": self.positive("rope.freq_base_swa", 10000.0)}
         capped = self._has("final_logit_softcapping")
         return {
             **config,
@@ -43,7 +44,7 @@ class Gemma3(Base):
                 "sliding_attention": local,
             },
             "attn_logit_softcapping": None,
-            "final_logit_softcapping": self.number("final_logit_softcapping") if capped else None,
+            "final_logit_softcapping": self.positive("final_logit_softcapping") if capped else None,
             "query_pre_attn_scalar": scalar(config, _LARGEST),
         }
 

@@ -29,16 +29,18 @@ class Gpt2(Base):
     }  # fmt: skip
 
     def config(self) -> dict[str, Any]:
-        hidden = self.count("embedding_length")
+        hidden, heads = self.count("embedding_length"), self.count("attention.head_count")
+        if hidden % heads:
+            raise self.wrong(f"attention.head_count is {heads} for embedding_length {hidden}")
         return {
             "model_type": self.model_type,
-            "vocab_size": self._embedding().shape[0],
+            "vocab_size": self.vocabulary(),
             "n_embd": hidden,
             "n_inner": self.count("feed_forward_length", 4 * hidden),
             "n_layer": self.depth(),
-            "n_head": self.count("attention.head_count"),
+            "n_head": heads,
             "n_positions": self.count("context_length"),
-            "layer_norm_epsilon": self.number("attention.layer_norm_epsilon"),
+            "layer_norm_epsilon": self.positive("attention.layer_norm_epsilon"),
             **self.shared(),
         }
 

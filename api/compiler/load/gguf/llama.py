@@ -31,20 +31,18 @@ class Llama(Base):
     def config(self) -> dict[str, Any]:
         config = super().config()
         if self._has("expert_count") and self.count("expert_count") > 1:
+            count, used = self.experts_used()
             return {
                 **config,
                 "model_type": "mixtral",
-                "num_local_experts": self.count("expert_count"),
-                "num_experts_per_tok": self.count("expert_used_count"),
+                "num_local_experts": count,
+                "num_experts_per_tok": used,
             }
         biased = "blk.0.attn_output.bias" in self.file.tensors
         return {**config, "attention_bias": biased, "mlp_bias": False}
 
     def weight(self, kind: str, last: str, name: str, tensor: GgufTensor) -> Stored:
-        heads = {
-            "attn_q": self.count("attention.head_count"),
-            "attn_k": self.count("attention.head_count_kv", self.count("attention.head_count")),
-        }
+        heads = dict(zip(("attn_q", "attn_k"), self.heads(), strict=True))
         rows = tensor.shape[0]
         if kind not in heads:
             return stored(name, tensor, self.file.pages)
@@ -56,10 +54,8 @@ class Llama(Base):
         """Divide the rotary frequencies by the file's factors, as Llama 3.1 has them."""
         if _FACTORS not in self.file.tensors:
             return
-        factors = stored(_FACTORS, self.file.tensors[_FACTORS], self.file.pages).read()
+        factors = self.factors(_FACTORS)
         for name, buffer in model.named_buffers():
             if name.endswith("inv_freq"):
-                if buffer.shape != factors.shape:
-                    raise self.wrong(f"{_FACTORS} is {list(factors.shape)}")
                 with torch.no_grad():
                     buffer.div_(factors)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.compiler.load.gguf import Base
-from accel.compiler.load.gguf._blocks import stored
 
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
@@ -33,13 +32,13 @@ class Phi3(Base):
         if _LONG not in self.file.tensors or _SHORT not in self.file.tensors:
             return super().rope()
         factors = {
-            f"{kind}_factor": stored(name, self.file.tensors[name], self.file.pages).read().tolist()
+            f"{kind}_factor": self.factors(name).tolist()
             for kind, name in (("long", _LONG), ("short", _SHORT))
         }
         return {
             "rope_type": "longrope",
-            "rope_theta": self.number("rope.freq_base", 10000.0),
-            "attention_factor": self.number("rope.scaling.attn_factor", 1.0),
+            "rope_theta": self.positive("rope.freq_base", 10000.0),
+            "attention_factor": self.positive("rope.scaling.attn_factor", 1.0),
             "original_max_position_embeddings": self._original(),
             **factors,
         }

@@ -27,16 +27,19 @@ class Qwen2Moe(Base):
     experts = {f"ffn_{kind}_exps": f"mlp.experts.{{}}.{kind}_proj" for kind in _KINDS}
 
     def config(self) -> dict[str, Any]:
+        count, used = self.experts_used()
         return {
             **super().config(),
-            "num_experts": self.count("expert_count"),
-            "num_experts_per_tok": self.count("expert_used_count"),
+            "num_experts": count,
+            "num_experts_per_tok": used,
             "moe_intermediate_size": self.count("expert_feed_forward_length"),
             "shared_expert_intermediate_size": self.count("expert_shared_feed_forward_length"),
             "norm_topk_prob": False,
         }
 
     def weight(self, kind: str, last: str, name: str, tensor: GgufTensor) -> Stored:
-        if kind == "ffn_gate_inp_shexp":  # a row, which the file has as a vector
-            tensor = replace(tensor, shape=(1, tensor.shape[-1]))
+        if kind == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+            tensor = replace(
+                tensor, shape=(1, *tensor.shape)
+            )  # a row, which the file has as a vector
         return stored(name, tensor, self.file.pages)

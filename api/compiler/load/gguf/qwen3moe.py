@@ -24,10 +24,11 @@ class Qwen3Moe(Base):
     }
 
     def config(self) -> dict[str, Any]:
+        count, used = self.experts_used()
         return {
             **super().config(),
-            "num_experts": self.count("expert_count"),
-            "num_experts_per_tok": self.count("expert_used_count"),
+            "num_experts": count,
+            "num_experts_per_tok": used,
             "moe_intermediate_size": self.count("expert_feed_forward_length"),
             "norm_topk_prob": True,
         }
