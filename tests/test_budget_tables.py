@@ -8,11 +8,12 @@ import torch
 from captured import keys_of
 
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv._shared.tables import measured
 from accel.passes.kv.score.streaming_llm import StreamingLlm
 from accel.passes.trained import sample, write
-from accel.runtime.kv.budget._observed import probabilities, right_places
+from accel.runtime.kv.budget._observed import right_places
 from accel.runtime.kv.budget.duo_heads import DuoHeads
 from accel.runtime.kv.budget.headkv_r2 import HeadKVR2
 from accel.runtime.kv.budget.prefixkv import PrefixKV, curve, prefixes
@@ -27,7 +28,7 @@ T = 24
 def observed(heads=4, groups=2, rows=1, seed=0, width=6):
     r = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(rows, n, T, width, generator=r) for n in (heads, groups, groups))
-    return Observed(q, k, v, 0.7)
+    return Observed(q, k, v, Form("causal", scale=0.7))
 
 
 def text(rows=1, seed=0, kinds=5):
@@ -70,7 +71,7 @@ def test_importance_is_attention_to_the_right_places():
                     continue
                 for head in range(4):
                     keys = x.keys[row, head // 2, : t + 1]
-                    probs = (keys @ x.queries[row, head, t] * x.scale).softmax(0)
+                    probs = (keys @ x.queries[row, head, t] * x.form.scale).softmax(0)
                     top = probs.argsort(descending=True)[: len(span)].tolist()
                     hits = sum(float(probs[j]) for j in span if j in top)
                     want[layer, head // 2] += hits / len(span) / 2
@@ -170,7 +171,7 @@ def test_heads_that_lose_least_stream():
                     continue
                 for head in (2 * group, 2 * group + 1):
                     keys, values = x.keys[0, group], x.values[0, group]
-                    logits = keys @ x.queries[0, head, t] * x.scale
+                    logits = keys @ x.queries[0, head, t] * x.form.scale
                     whole = logits[: t + 1].softmax(0) @ values[: t + 1]
                     moved = whole - logits[near].softmax(0) @ values[near]
                     total += float(moved.square().sum() / whole.square().sum())
@@ -209,9 +210,9 @@ def test_curves_are_of_attention_summed_over_queries():
     total = torch.zeros(T)
     for t, head in itertools.product(range(T), range(4)):
         keys = x.keys[0, head // 2, : t + 1]
-        total[: t + 1] += (keys @ x.queries[0, head, t] * x.scale).softmax(0) / 4
+        total[: t + 1] += (keys @ x.queries[0, head, t] * x.form.scale).softmax(0) / 4
     want = (total.sort(descending=True).values / T).cumsum(0)
-    torch.testing.assert_close(curve(probabilities(x)[0]), want)
+    torch.testing.assert_close(curve(x.weights()[0]), want)
 
 
 @pytest.mark.parametrize("seen", [60, 700])

@@ -11,7 +11,7 @@ import numpy as np
 from accel.ir.errors import RecipeError
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.runtime.kv.budget import Base
-from accel.runtime.kv.budget._observed import probabilities, right_places
+from accel.runtime.kv.budget._observed import right_places
 from accel.runtime.kv.budget._share import Share
 
 _FAR = 1e30  # after every slot
@@ -109,7 +109,7 @@ class HeadKVR2(Tables, Share, Base):
                 span = places[asked]  # [N,T]
                 weight = row.known[one][asked]
                 for layer, x in row.layers.items():
-                    probs = probabilities(x)[one][:, :, asked]  # [G,R,N,T]
+                    probs = x.weights()[one][:, :, asked]  # [G,R,N,T]
                     rank = probs.sort(dim=-1, descending=True).indices.sort(-1).indices
                     size = span.sum(1)
                     hit = probs.masked_fill(~(span & (rank < size[:, None])), 0).sum(3)
