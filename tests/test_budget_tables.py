@@ -124,6 +124,38 @@ def test_what_a_layer_has_no_room_for_goes_to_the_others():
     assert layer_tokens(HeadKVR2(tokens_kept=4, window=4), 80, tables) == [4] * 4
 
 
+def law_adds_up(budget, count, seen, layers, seed):
+    """All layers together keep what the average says, each as the paper wants it, less than a token apart."""
+    share = np.random.default_rng(seed).gamma(0.5, 1, (layers, 2))
+    tables = importance(*share)
+    found = layer_tokens(budget, seen, tables)
+    assert sum(found) == count * layers and 1 <= min(found) <= max(found) <= seen
+    weights = budget._weights(tables[0]["shares"])
+    wanted = budget.window + (count - budget.window) * weights
+    if 1 <= wanted.min() and wanted.max() <= seen:
+        assert np.abs(found - wanted).max() < 1
+
+
+@pytest.mark.parametrize("layers", [2, 9, 28, 36])
+@pytest.mark.parametrize("window, count", [(0, 5), (0, 33), (4, 5), (4, 9), (32, 100)])
+def test_layers_add_up_to_the_average(layers, window, count):
+    """Nine layers at an average of 5 keep 45: they are not rounded one by one."""
+    for seed in range(5):
+        for beta in (1.0, 1.2, 3.0):
+            budget = HeadKVR2(tokens_kept=count, beta=beta, window=window)
+            law_adds_up(budget, count, 300, layers, seed)
+
+
+def test_layers_that_are_rounded_one_by_one_are_caught():
+    class Alone(HeadKVR2):
+        def tokens(self, seen, layer, layers, share, shares):
+            return max(1, round(self.window + (5 - self.window) * self._weights(shares)[layer]))
+
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            law_adds_up(Alone(tokens_kept=5, window=0), 5, 300, 9, seed)
+
+
 def test_slots_that_a_head_lacks_go_to_the_others():
     x, budget = slots(3), HeadKVR2(window=2, beta=1.0)
     x |= {"table.share": torch.tensor([1.0, 9.0]), "table.shares": torch.ones(1)}

@@ -77,7 +77,8 @@ class Form(Mask):
     def visible_slots(self, query_positions: Tensor, positions: Tensor) -> Tensor:
         """What queries at [B,W] see of slots at [B,G,S]: bool [B,G,1,W,S]; a query that is not there (-1), nothing."""
         q, k = query_positions[:, None, None, :, None], positions[:, :, None, None, :]
-        return self.visible(q, k) & (q >= 0)
+        seen: Tensor = self.visible(q, k) & (q >= 0)
+        return seen
 
     def scores(
         self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor

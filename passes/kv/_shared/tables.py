@@ -83,7 +83,8 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
                     for n in (x.sink, x.bias)
                 )  # fmt: skip
                 form = replace(form_of(x), sink=sink, bias=bias)
-                found[layer] = Observed(*operands[:3], form, **before[layer])
+                q, k, v = operands[:3]
+                found[layer] = Observed(q, k, v, form, **before[layer])
 
         wanted = [*nodes.values(), *turns, *([first] if first is not None else [])]
         calibrate(program, tokens[:, :-1], wanted, visit)

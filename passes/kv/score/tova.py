@@ -20,7 +20,7 @@ class TOVA(Base):
     """
 
     recent: int = 0
-    when: ClassVar[str] = "every"
+    when: ClassVar[str] = "generated"
 
     def __post_init__(self) -> None:
         if self.recent < 0:
