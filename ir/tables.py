@@ -17,16 +17,26 @@ Sizes = Mapping[str, tuple[int, ...]]  # name -> size
 class Observed:
     """What one layer's attention reads of a text (tensors), keys and queries after RoPE.
 
-    queries: [B,H,T,D]. keys, values: [B,G,T,D]. unrotated, unrotated_queries: keys and queries before RoPE, where they
-    have one.
+    queries: [B,H,T,D]. keys, values: [B,G,T,D]. form: what makes attention of them (`ir.ops.attention.Form`).
+    unrotated, unrotated_queries: keys and queries before RoPE, where they have one.
     """
 
     queries: Any
     keys: Any
     values: Any
-    scale: float
+    form: Any
     unrotated: Any = None
     unrotated_queries: Any = None
+
+    @property
+    def positions(self) -> Any:
+        """Of the rows' tokens [B,T]."""
+        return self.keys.new_ones(self.keys[:, 0, :, 0].shape).long().cumsum(1) - 1
+
+    def weights(self) -> Any:
+        """The attention [B,G,R,T,T] of the queries, by group of the KV head that they read."""
+        at = self.positions
+        return self.form.weights(self.queries, at, self.keys, at[:, None])
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
+from accel.ir.ops.attention import Form
 from accel.ir.program import Program
 from accel.ir.region import sizes
 from accel.ir.tables import Rows, Sizes, Tables
@@ -33,7 +34,7 @@ class Lesson:
     """What one layer computes of a text and its repeat, 2T tokens, for a method that learns what to note (`aim`).
 
     hidden: [B,2T,E], that keys are made of. queries: [B,H,2T,D], keys, values: [B,G,2T,D], after RoPE. output: [H,D,E],
-    the output projection.
+    the output projection. form: what makes attention of them.
     """
 
     hidden: Tensor
@@ -41,7 +42,7 @@ class Lesson:
     keys: Tensor
     values: Tensor
     output: Tensor
-    scale: float
+    form: Form
 
 
 @dataclass(frozen=True)

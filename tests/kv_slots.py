@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from accel.ir.axis import Axis
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows, Tables
 from accel.ir.ties import FirstOfTies
 from accel.passes.kv.chooser import chooser
 from accel.passes.kv.compress import Compress
 from accel.passes.kv.inputs import every_input
+from accel.passes.kv.inputs.attends import attention_over
 from accel.passes.kv.keep.drop import Drop
 from accel.passes.trained import Trained
 from accel.runtime.kv.budget.uniform import Uniform
 
 B, G, R, D, P, C, W, E, SCALE = 3, 2, 2, 6, 9, 16, 4, 5, 0.4
+FORM = Form("causal", scale=SCALE)
 WHOLE = ("output", "layer", "back_halves_cos", "back_halves_sin")  # of a layer, not of rows
 AXES = {
     "score": Axis("kv.score", "accel.passes.kv.score"),
@@ -97,7 +99,7 @@ def constants(*methods: Any, seed: int = 0) -> dict[str, Tensor]:
         if isinstance(method, Tables):
             q, k, v = (torch.randn(2, n, C, D, generator=r) + 0.2 for n in (G * R, G, G))
             tokens = torch.randint(3, 9, (2, C + 1), generator=r)
-            rows = Rows(tokens, torch.ones(2, C), {0: Observed(q, k, v, SCALE)})
+            rows = Rows(tokens, torch.ones(2, C), {0: Observed(q, k, v, FORM)})
             found |= method.measure([rows])[0]
     return found
 
@@ -120,16 +122,18 @@ def turns(width: int, most: int = 64) -> dict[str, Tensor]:
     return {"turn.cos": angles.cos(), "turn.sin": angles.sin()}
 
 
-def named(x: dict[str, Tensor], kept: int = 7) -> dict[str, Any]:
+def named(x: dict[str, Tensor], kept: int = 7, form: Form = FORM) -> dict[str, Any]:
     """All parameters that a score may name, where a layer's heads keep `kept` tokens."""
     groups = x["kept_k"].shape[1]
     where = torch.cat((x["kept_pos"], x["recent_pos"][:, None].expand(-1, groups, -1)), dim=2)
+    where = where.masked_fill(where >= x["seen"][:, None, None], -1)
+    keys = torch.cat((x["kept_k"], x["recent_k"]), dim=2)
     found = {
-        "keys": torch.cat((x["kept_k"], x["recent_k"]), dim=2),
+        **attention_over(form, x, keys, where),
+        "keys": keys,
         "values": torch.cat((x["kept_v"], x["recent_v"]), dim=2),
-        "positions": where.masked_fill(where >= x["seen"][:, None, None], -1),
+        "positions": where,
         "seen": x["seen"],
-        "scale": SCALE,
         "keep": torch.full_like(x["seen"], kept),
     }
     for one in every_input():
@@ -151,8 +155,7 @@ def choose(
     budget: Any = None,
     keep: Any = None,
     most: int = 0,
-    mask: Any = None,
-    scale: float = SCALE,
+    form: Form = FORM,
     refine: Any = None,
 ) -> dict[str, Tensor]:
     """What `compress` keeps where a layer's heads keep `kept` tokens (or so many per row) on average."""
@@ -168,7 +171,7 @@ def choose(
     slots = x["kept_pos"].shape[2] + x["recent_pos"].shape[1]
     given["ranks"] = torch.arange(min(most or slots, slots))
     with FirstOfTies():
-        return chooser(step, list(given), scale, mask or Mask("causal"))(*given.values())
+        return chooser(step, list(given), form)(*given.values())
 
 
 def sets(found: dict[str, Tensor]) -> list[list[set[int]]]:

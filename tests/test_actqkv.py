@@ -9,7 +9,7 @@ from matrix import over_state
 import accel
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.select.actqkv import Actqkv, likeliest, unusual
 
@@ -122,7 +122,7 @@ def law_list(method):
     """Blocks by the cosine of all heads together; each KV head has the same list."""
     for seed in range(3):
         x = inputs(seed)
-        listed, _ = method.choose(x, Mask("causal"), memory(), NONE)
+        listed, _ = method.choose(x, Form("causal"), memory(), NONE)
         probe = method.search(x, memory(), NONE)[0]
         for row, i in np.ndindex(B, T):
             end = int(method.grouped(x["slots"][:, None] + i, x["origin"])[row])
@@ -213,7 +213,11 @@ def test_layers_of_unlike_density_read_unequal_numbers():
 def rows(seed=0, tokens=40, heads=H):
     r = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, n, tokens, D, generator=r) + 0.3 for n in (heads, G, G))
-    return Rows(torch.zeros(2, tokens + 1), torch.ones(2, tokens), {0: Observed(q, k, v, 0.5)})
+    return Rows(
+        torch.zeros(2, tokens + 1),
+        torch.ones(2, tokens),
+        {0: Observed(q, k, v, Form("causal", scale=0.5))},
+    )
 
 
 def test_the_table_is_what_all_rows_say():

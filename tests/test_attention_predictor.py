@@ -14,7 +14,7 @@ import accel
 from accel.compiler.assemble import assemble
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.ir.recipe import Recipe
 from accel.ir.tables import Observed
 from accel.passes.kv.select.attention_predictor import AttentionPredictor
@@ -96,7 +96,7 @@ def case(seed=0, **options):
 
 def chosen(one, x, before):
     known = torch.ones(B, one.history, dtype=torch.bool)
-    return one.choose(x, Mask("causal"), before, known)[0]
+    return one.choose(x, Form("causal"), before, known)[0]
 
 
 def expected(one, before, row, group):
@@ -170,7 +170,7 @@ def attention(x, row, head, read):
 
 def test_attention_over_what_is_read_is_noted_and_nothing_elsewhere():
     one, x, before = case()
-    found = one.attended({**x, **before}, chosen(one, x, before), Mask("causal"), (0.5, 0.0))
+    found = one.attended({**x, **before}, chosen(one, x, before), Form("causal", scale=0.5))
     for row, head in np.ndindex(B, H):
         read = expected(one, before, row, head // (H // G))
         share = attention(x, row, head, read)
@@ -263,10 +263,10 @@ def test_examples_are_the_history_and_what_comes_next():
     q, k = torch.randn(1, H, 30, D, generator=r), torch.randn(1, G, 30, D, generator=r)
     one = method()
     for drawn in range(22):
-        image, inside, wanted = one.example(Observed(q, k, k, 0.5), drawn)
+        image, inside, wanted = one.example(Observed(q, k, k, Form("causal", scale=0.5)), drawn)
         assert image.shape == (H, one.history, 15) and wanted.shape == inside.shape == (H, 15)
         assert inside.any() and not (image * ~inside[:, None]).any()
-    image, inside, wanted = one.example(Observed(q, k, k, 0.5), 3 * 19 - 1)
+    image, inside, wanted = one.example(Observed(q, k, k, Form("causal", scale=0.5)), 3 * 19 - 1)
     token, head, block = 29, 3, 4
     share = (q[0, head, token] @ k[0, 1, : token + 1].T * 0.5).softmax(0)
     close(wanted[head, block], share[8:10].max())
@@ -279,7 +279,7 @@ def test_training_comes_nearer_to_what_comes_next():
     one = method(dense_layers=0)
 
     class Text:
-        layers, tokens = {0: Observed(q, k, k, 1.0)}, torch.ones(1)
+        layers, tokens = {0: Observed(q, k, k, Form("causal"))}, torch.ones(1)
 
     parts = one.start(Text, 1, torch.Generator().manual_seed(0))
     optimiser = torch.optim.Adam([t.requires_grad_() for t in parts[ALL].values()], lr=1e-2)
@@ -298,7 +298,7 @@ def test_rows_without_blocks_are_refused():
     with pytest.raises(
         PassError, match="rows of 20 tokens have no history; give --length 177 or more"
     ):
-        AttentionPredictor().example(Observed(k, k, k, 1.0), 0)
+        AttentionPredictor().example(Observed(k, k, k, Form("causal")), 0)
 
 
 def test_the_bundled_part_is_the_papers_network():

@@ -8,11 +8,12 @@ import torch
 from captured import keys_of
 
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv._shared.tables import measured
 from accel.passes.kv.score.streaming_llm import StreamingLlm
 from accel.passes.trained import sample, write
-from accel.runtime.kv.budget._observed import probabilities, right_places
+from accel.runtime.kv.budget._observed import right_places
 from accel.runtime.kv.budget.duo_heads import DuoHeads
 from accel.runtime.kv.budget.headkv_r2 import HeadKVR2
 from accel.runtime.kv.budget.prefixkv import PrefixKV, curve, prefixes
@@ -27,7 +28,7 @@ T = 24
 def observed(heads=4, groups=2, rows=1, seed=0, width=6):
     r = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(rows, n, T, width, generator=r) for n in (heads, groups, groups))
-    return Observed(q, k, v, 0.7)
+    return Observed(q, k, v, Form("causal", scale=0.7))
 
 
 def text(rows=1, seed=0, kinds=5):
@@ -70,7 +71,7 @@ def test_importance_is_attention_to_the_right_places():
                     continue
                 for head in range(4):
                     keys = x.keys[row, head // 2, : t + 1]
-                    probs = (keys @ x.queries[row, head, t] * x.scale).softmax(0)
+                    probs = (keys @ x.queries[row, head, t] * x.form.scale).softmax(0)
                     top = probs.argsort(descending=True)[: len(span)].tolist()
                     hits = sum(float(probs[j]) for j in span if j in top)
                     want[layer, head // 2] += hits / len(span) / 2
@@ -123,6 +124,38 @@ def test_what_a_layer_has_no_room_for_goes_to_the_others():
     assert layer_tokens(HeadKVR2(tokens_kept=4, window=4), 80, tables) == [4] * 4
 
 
+def law_adds_up(budget, count, seen, layers, seed):
+    """All layers together keep what the average says, each as the paper wants it, less than a token apart."""
+    share = np.random.default_rng(seed).gamma(0.5, 1, (layers, 2))
+    tables = importance(*share)
+    found = layer_tokens(budget, seen, tables)
+    assert sum(found) == count * layers and 1 <= min(found) <= max(found) <= seen
+    weights = budget._weights(tables[0]["shares"])
+    wanted = budget.window + (count - budget.window) * weights
+    if 1 <= wanted.min() and wanted.max() <= seen:
+        assert np.abs(found - wanted).max() < 1
+
+
+@pytest.mark.parametrize("layers", [2, 9, 28, 36])
+@pytest.mark.parametrize("window, count", [(0, 5), (0, 33), (4, 5), (4, 9), (32, 100)])
+def test_layers_add_up_to_the_average(layers, window, count):
+    """Nine layers at an average of 5 keep 45: they are not rounded one by one."""
+    for seed in range(5):
+        for beta in (1.0, 1.2, 3.0):
+            budget = HeadKVR2(tokens_kept=count, beta=beta, window=window)
+            law_adds_up(budget, count, 300, layers, seed)
+
+
+def test_layers_that_are_rounded_one_by_one_are_caught():
+    class Alone(HeadKVR2):
+        def tokens(self, seen, layer, layers, share, shares):
+            return max(1, round(self.window + (5 - self.window) * self._weights(shares)[layer]))
+
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            law_adds_up(Alone(tokens_kept=5, window=0), 5, 300, 9, seed)
+
+
 def test_slots_that_a_head_lacks_go_to_the_others():
     x, budget = slots(3), HeadKVR2(window=2, beta=1.0)
     x |= {"table.share": torch.tensor([1.0, 9.0]), "table.shares": torch.ones(1)}
@@ -170,7 +203,7 @@ def test_heads_that_lose_least_stream():
                     continue
                 for head in (2 * group, 2 * group + 1):
                     keys, values = x.keys[0, group], x.values[0, group]
-                    logits = keys @ x.queries[0, head, t] * x.scale
+                    logits = keys @ x.queries[0, head, t] * x.form.scale
                     whole = logits[: t + 1].softmax(0) @ values[: t + 1]
                     moved = whole - logits[near].softmax(0) @ values[near]
                     total += float(moved.square().sum() / whole.square().sum())
@@ -209,9 +242,9 @@ def test_curves_are_of_attention_summed_over_queries():
     total = torch.zeros(T)
     for t, head in itertools.product(range(T), range(4)):
         keys = x.keys[0, head // 2, : t + 1]
-        total[: t + 1] += (keys @ x.queries[0, head, t] * x.scale).softmax(0) / 4
+        total[: t + 1] += (keys @ x.queries[0, head, t] * x.form.scale).softmax(0) / 4
     want = (total.sort(descending=True).values / T).cumsum(0)
-    torch.testing.assert_close(curve(probabilities(x)[0]), want)
+    torch.testing.assert_close(curve(x.weights()[0]), want)
 
 
 @pytest.mark.parametrize("seen", [60, 700])

@@ -7,7 +7,7 @@ import torch
 
 import accel
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.passes.kv.select._units import k_means
 from accel.passes.kv.select.clusterkv import Clusterkv
 from accel.runtime.backends.eager import EagerBackend
@@ -82,7 +82,7 @@ def test_consecutive_clusters_are_pages_by_their_mean_key():
     origin = torch.tensor([40])
     x = {"queries": queries, "positions": at, "k_pos": where, "slots": at[0]}
     x |= {"origin": origin, "label": label, **parts}
-    listed, _ = cluster.choose(x, Mask("causal"), {}, at[0] < 0)
+    listed, _ = cluster.choose(x, Form("causal"), {}, at[0] < 0)
     chosen = listed[0, :, 0, -page * count :]
     worth = (queries[0, 0].view(2, 2, 6) @ parts["mean"][0].transpose(-1, -2)).mean(1)[:, :10]
     for head in range(2):

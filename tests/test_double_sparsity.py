@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 import accel
 from accel.compiler.assemble import assemble
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.ir.recipe import Recipe
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.select.double_sparsity import DoubleSparsity
@@ -44,7 +44,9 @@ def method(**options):
 def test_channels_are_ranked_by_what_they_add_to_a_tokens_own_logit():
     r = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 4, 9, D, generator=r), torch.randn(2, G, 9, D, generator=r)
-    parts = [Rows(None, None, {1: Observed(q[[i]], k[[i]], k[[i]], 1.0)}) for i in (0, 1)]
+    parts = [
+        Rows(None, None, {1: Observed(q[[i]], k[[i]], k[[i]], Form("causal"))}) for i in (0, 1)
+    ]
     found = DoubleSparsity().measure(parts)[1]["order"]
     for group in range(G):
         total = np.zeros(D)
@@ -86,7 +88,7 @@ def test_all_channels_are_exact_top_k(labels):
         slots = torch.full((B,), S - 1)
         where = torch.arange(S).expand(B, -1)
         given = (queries, slots[:, None], where, slots, *parts.values(), k.flatten(2, 3), order)
-        return one._choose(list(parts), ["keys", "order"], Mask("causal"), *given)[:, :, 0]
+        return one._choose(list(parts), ["keys", "order"], Form("causal"), *given)[:, :, 0]
 
     logits = (q[:, :, :, 0] @ k.squeeze(3).transpose(-1, -2)).amax(2)[..., : S - 1]
     want = logits.topk(6).indices.sort().values

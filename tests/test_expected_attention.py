@@ -1,5 +1,7 @@
 """Expected Attention: the formula, and what the paper says of it."""
 
+from dataclasses import replace
+
 import matrix
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import torch
 from captured import keys_of
 
 from accel.ir.errors import PassError, RecipeError
+from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv._shared.tables import measured
 from accel.passes.kv.inputs.mean_rotation import MeanRotation
@@ -63,8 +66,29 @@ def test_an_expectation_of_exponentials():
     payed = (drawn @ k.T).exp().mean(0)
     method = ExpectedAttention(sinks=0)
     x = k[None, None], torch.ones(1, 1, 6, 1), torch.arange(6)[None, None]
-    found = method(mean[None, None], (root @ root.T)[None, None], *x, 1.0)[0, 0]
+    found = method(mean[None, None], (root @ root.T)[None, None], *x, Form("causal"))[0, 0]
     torch.testing.assert_close(found, payed / payed.sum(), atol=5e-3, rtol=5e-2)
+
+
+def law_of_a_cap_and_a_sink(form, drawn_by):
+    r = torch.Generator().manual_seed(0)
+    root, mean = torch.randn(4, 4, generator=r), torch.randn(4, generator=r)
+    k, sink = torch.randn(6, 4, generator=r), torch.tensor([1.5])
+    drawn = mean + torch.randn(200_000, 4, generator=r) @ root.T
+    payed = (drawn_by.softcap * torch.tanh(drawn @ k.T * drawn_by.scale / drawn_by.softcap)).exp()
+    want = payed.mean(0) / (payed.mean(0).sum() + sink.exp())
+    x = k[None, None], torch.ones(1, 1, 6, 1), torch.arange(6)[None, None]
+    moments, form = (mean[None, None], (root @ root.T)[None, None]), replace(form, sink=sink)
+    found = ExpectedAttention(sinks=0)(*moments, *x, form)[0, 0]
+    torch.testing.assert_close(found, want, atol=5e-3, rtol=5e-2)
+
+
+def test_the_expectation_is_of_capped_scores_beside_a_sink():
+    form = Form("causal", scale=0.7, softcap=2.0)
+    law_of_a_cap_and_a_sink(form, form)
+    for other in (replace(form, softcap=0.0), replace(form, scale=0.2)):
+        with pytest.raises(AssertionError):
+            law_of_a_cap_and_a_sink(other, form)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +166,7 @@ def test_queries_are_turned_to_the_positions_to_come():
         "query_mean": torch.einsum("hd,bde->bhe", mean, turn),
         "query_covariance": torch.einsum("bde,hdf,bfg->bheg", turn, both["covariance"], turn),
     }
-    asked = ("keys", "values", "positions", "scale")
+    asked = ("keys", "values", "positions", "form")
     rest = {n: x[n] for n in asked}
     found = ExpectedAttentionStats()(**both, mean_rotation=turn, **rest)
     torch.testing.assert_close(found, ExpectedAttention()(**turned, **rest))

@@ -9,6 +9,7 @@ from runs.fit import Fit
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
+from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
 from accel.passes.trained import write
 
@@ -28,7 +29,7 @@ def rows(seed=0, needed=NEEDED):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, n, T, D, generator=generator) for n in (2 * G, G, G))
     q = q * (0.01 + 3 * needed.float().repeat_interleave(2, 0)[:, None])
-    layer = Observed(q, k, v, D**-0.5, k)
+    layer = Observed(q, k, v, Form("causal", scale=D**-0.5), k)
     return Rows(torch.zeros(1, T + 1), torch.ones(1, T), {0: layer})
 
 
@@ -63,7 +64,7 @@ def test_the_loss_is_of_attention_by_hand():
                 alpha[h // 2] if 2 <= s <= t - 8 else torch.ones(D) for s in range(t + 1)
             ]  # fmt: skip
             keys = told.keys[0, h // 2, : t + 1] * torch.stack(by)
-            odds = (keys @ told.queries[0, h, t] * told.scale).softmax(0)
+            odds = (keys @ told.queries[0, h, t] * told.form.scale).softmax(0)
             close(got[0, h, n], odds @ told.values[0, h // 2, : t + 1])
     want = method.attend(told, None)
     wrong = (got - want).square().sum() / want.square().sum()

@@ -6,7 +6,7 @@ import torch
 
 import accel
 from accel.ir.errors import RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.ir.state import Home
 from accel.passes.kv.select._where import Where
 
@@ -30,7 +30,7 @@ def case(method, seed=0, scale=None):
     q_pos = SLOTS[:, None] + torch.arange(T)
     held = torch.arange(C).expand(B, -1)
     k_pos = torch.where(held < SLOTS[:, None] + T, held, -1)
-    return {"queries": queries, "parts": parts}, Where(q_pos, k_pos, SLOTS, Mask("causal")), keys
+    return {"queries": queries, "parts": parts}, Where(q_pos, k_pos, SLOTS, Form("causal")), keys
 
 
 def as_sets(lists):

@@ -6,7 +6,7 @@ import torch
 
 import accel
 from accel.ir.errors import RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.passes.kv.select._tokens import RING
 from accel.passes.kv.select.louiskv import Louiskv
 
@@ -90,7 +90,10 @@ def test_one_head_per_group_reads_what_clusterkv_does():
     options = {"tokens_read": 10, "size": 4, "every": 8, "sinks": 2}
     mine, theirs = built("louiskv", boundary=2.0, **options), built("clusterkv", **options)
     assert torch.equal(
-        *(m.choose(x, Mask("causal"), {}, none)[0].sort(3).values for m in (mine, theirs))
+        *(
+            m.choose(x, Form("causal", scale=D**-0.5), {}, none)[0].sort(3).values
+            for m in (mine, theirs)
+        )
     )
 
 
@@ -98,7 +101,7 @@ def law_worth(method):
     """The units of a list are in the order of the mean share over a group's heads."""
     for seed in range(4):
         x = inputs(H, seed=seed)
-        listed = method.choose(x, Mask("causal"), {}, x["slots"] < 0)[0]
+        listed = method.choose(x, Form("causal", scale=D**-0.5), {}, x["slots"] < 0)[0]
         for row, head in np.ndindex(B, G):
             seen = range(method.sinks, int(method.grouped(x["slots"][:, None], x["origin"])[row]))
             label = x["label"][row, head]
@@ -126,7 +129,9 @@ def test_units_worth_the_mean_product_are_caught():
 def test_what_is_no_number_is_read():
     x = inputs(H)
     x["mean"][0, 1, 3] = float("nan")
-    listed = built("louiskv", boundary=2.0).choose(x, Mask("causal"), {}, x["slots"] < 0)[0]
+    listed = built("louiskv", boundary=2.0).choose(
+        x, Form("causal", scale=D**-0.5), {}, x["slots"] < 0
+    )[0]
     assert x["label"][0, 1][listed[0, 1, 0, -8]] == 3
 
 
@@ -139,7 +144,7 @@ def test_lists_between_boundaries_are_those_of_the_search(boundary):
     x["queries"], last = walk()
     known = torch.tensor([True, False])
     before = {"last": last, "query": last}
-    found, memory = method.choose(x, Mask("causal"), before, known)
+    found, memory = method.choose(x, Form("causal", scale=D**-0.5), before, known)
     which = method.searched(x["queries"], last, known)
     both = torch.cat((last[:, None], x["queries"]), dim=1)
     for row, i in np.ndindex(B, T):
@@ -147,7 +152,7 @@ def test_lists_between_boundaries_are_those_of_the_search(boundary):
         assert torch.equal(memory["query"][row, i], query)
         one = {**x, "queries": query[None, None].expand(B, 1, -1, -1), "slots": x["slots"] + i}
         one["positions"] = one["slots"][:, None]
-        alone = every.choose(one, Mask("causal"), {}, known)[0]
+        alone = every.choose(one, Form("causal", scale=D**-0.5), {}, known)[0]
         assert torch.equal(found[row, :, i, -8:], alone[row, :, 0, -8:])
     assert torch.equal(memory["last"], x["queries"])
 

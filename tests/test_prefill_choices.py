@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
+from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed
 from accel.passes.prefill.sparse._inputs import diagonals, share_before
 from accel.passes.prefill.sparse._segment import chosen, gather
@@ -15,6 +16,7 @@ from accel.passes.prefill.sparse.minference import PATTERNS
 AXIS = find_axes()["prefill.sparse"]
 NAMES = AXIS.names()
 SCALE, SEGMENT, BLOCK, FIRST, SLOTS = 0.5, 16, 4, 64, 83
+FORM = Form("causal", scale=SCALE)
 BLOCKS = FIRST // BLOCK
 
 
@@ -32,7 +34,7 @@ def tensors(seed=0, scale=1.0):
 
 
 def slots_of(how, q, k, pos):
-    slots, _ = chosen(how, q, k, pos, torch.tensor([FIRST]), SCALE)
+    slots, _ = chosen(how, q, k, pos, torch.tensor([FIRST]), FORM)
     return slots[0]
 
 
@@ -86,7 +88,7 @@ def test_the_segment_and_what_it_chose_are_read_in_one_attention(name):
     q, k, pos = tensors()
     v = torch.randn(1, 2, SLOTS, 8)
     how = method(name)
-    found = gather(how, SCALE, False)(q, k, pos, torch.tensor([FIRST]), v)
+    found = gather(how, FORM, False)(q, k, pos, torch.tensor([FIRST]), v)
     earlier = read(how, q, k, pos)
     for h in range(4):
         g = h // 2
@@ -232,7 +234,7 @@ def told(kind, length=80, width=8):
         keys[24:28], queries[:-4] = 20.0, 1.0
     values = torch.randn(length, width)
     return Observed(
-        queries.expand(1, 4, -1, -1), keys.expand(1, 2, -1, -1), values.expand(1, 2, -1, -1), SCALE
+        queries.expand(1, 4, -1, -1), keys.expand(1, 2, -1, -1), values.expand(1, 2, -1, -1), FORM
     )
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from accel.ir.axis import find_axes
 from accel.ir.errors import PassError, RecipeError
+from accel.passes.kv._shared.named import call
 
 from .prefill_case import LENGTHS, TOKENS, best, built, cascade, far, module
 
@@ -71,6 +72,45 @@ def prompted(model, tokens, length, after):
         out = [session.prompt(tokens[None, :length])]
         out += [session.run(tokens[None, [length + i]]) for i in range(after)]
     return np.concatenate(out, axis=1)[0]
+
+
+def law_by_hand(name, worth):
+    """The score of each slot of one row of ten, out of weights [H,N,S] of the last three queries."""
+    weights = torch.rand(1, 4, 3, 10, generator=torch.Generator().manual_seed(1)) ** 3
+    weights[0, 2, 1, 4] = 3.0  # one head and query, which a sum does not follow alone
+    given = {
+        "weights": weights, "query_positions": torch.tensor([[7, 8, 9]]),
+        "positions": torch.arange(10)[None], "before": torch.ones(1, 10),
+    }  # fmt: skip
+    found = call(AXIS.build(name, **AXIS.small(name)).score, given)
+    torch.testing.assert_close(found[0], worth(weights[0]))
+
+
+def by_fastkv(weights, pool=lambda near: sum(near) / 3):
+    """Sums over heads and queries, none of the window's own tokens, a mean with both neighbours."""
+    total = [float(weights[:, :, s].sum()) if s < 7 else 0.0 for s in range(10)]
+    return torch.tensor(
+        [pool([*total, 0.0][max(s - 1, -1) : s + 2] if s else [0.0, *total[:2]]) for s in range(10)]
+    )
+
+
+SCORES = {
+    "fastkv": by_fastkv,
+    "lazyllm": lambda weights: weights.sum((0, 1)),
+    "spatten": lambda weights: 1 + weights.sum((0, 1)),
+}
+WRONG = {
+    "fastkv": lambda weights: by_fastkv(weights, max),
+    "lazyllm": lambda weights: weights[:, -1].amax(0),
+    "spatten": lambda weights: weights.sum((0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_by_hand(name):
+    law_by_hand(name, SCORES[name])
+    with pytest.raises(AssertionError):
+        law_by_hand(name, WRONG[name])
 
 
 @pytest.mark.few(1)

@@ -41,8 +41,8 @@ def law_bits_fall(keep_of, seed=0):
 class Inverse(QAQ):
     """What may be far off is kept near."""
 
-    def allowed(self, queries, query_positions, keys, positions, seen, scale):
-        key, value = super().allowed(queries, query_positions, keys, positions, seen, scale)
+    def allowed(self, *asked):
+        key, value = super().allowed(*asked)
         return 1 / key, 1 / value
 
 

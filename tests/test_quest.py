@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import accel
 from accel.compiler.assemble import assemble
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import Mask, attention
+from accel.ir.ops.attention import Form, attention
 from accel.ir.ops.choice import page_bounds
 from accel.ir.recipe import Recipe
 from accel.passes.kv.select.quest import Quest
@@ -46,7 +46,7 @@ def test_pages_of_one_slot_are_exact_top_k():
     parts = quest.summary(x[:, :, :, None])
     queries = q.transpose(1, 2).reshape(1, 1, 6, 10)
     found = quest._choose(
-        list(parts), [], Mask("causal"), queries, positions, held, slots, *parts.values()
+        list(parts), [], Form("causal"), queries, positions, held, slots, *parts.values()
     )
     logits = (q[:, :, 0] @ x.transpose(-1, -2)).amax(2)[..., :29]
     want = logits.topk(6, dim=2).indices

@@ -1,10 +1,15 @@
 """Scores of tokens that a session runs aside, guesses (laq) or the prompt again (kvzip); budgets that scores decide."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from accel.ir.errors import InputError, RecipeError
+from accel.ir.ops.attention import Form
+from accel.passes.kv.inputs.attends import attention_over
+from accel.passes.kv.score import laq
 from accel.passes.kv.score.kvzip import KVzip
 from accel.passes.kv.score.laq import LAQ
 from accel.runtime.kv.budget.simlayerkv import SimLayerKV
@@ -100,6 +105,46 @@ def test_generated_tokens_are_not_repeated(case):
 
 
 @pytest.mark.long
+def law_max_of_neighbours(score):
+    """By loops: votes of guessed queries and of the prompt's last, their mean, the largest of three neighbours, then
+    the mean over the heads of a group; the voting prompt tokens are worth more than any other.
+    """
+    r = torch.Generator().manual_seed(2)
+    n, late, guesses = 12, 2, 3
+    q, k = torch.randn(1, 4, 5, 6, generator=r), torch.randn(1, 2, n, 6, generator=r)
+    asked = torch.tensor([[10, 11, 12, 13, 14]])
+    places = torch.arange(n).expand(1, 2, n)
+    attends = attention_over(Form("causal", scale=0.7), {}, k, places)["attends"]
+    found = score(q, asked, places, torch.tensor([n]), attends)[0]
+    for group, place in np.ndindex(2, n):
+        if place >= n - late:
+            assert found[group, place] > 1
+            continue
+        votes = []
+        for head in (2 * group, 2 * group + 1):
+            near = [s for s in (place - 1, place, place + 1) if 0 <= s < n - late]
+            drawn = []
+            for s in near:
+                weights = [
+                    float((k[0, group, : min(at + 1, n)] @ q[0, head, w] * 0.7).softmax(0)[s])
+                    for w, at in enumerate(asked[0].tolist())
+                ]
+                drawn.append(sum(weights) / (late + guesses))
+            votes.append(max(drawn))
+        assert abs(float(found[group, place]) - sum(votes) / 2) < 1e-5
+
+
+def test_laq_is_worth_the_largest_of_its_neighbours(monkeypatch):
+    method = LAQ(window=4, recent=2, lookahead=3, kernel=3)
+    law_max_of_neighbours(method)
+    with pytest.raises(AssertionError):
+        law_max_of_neighbours(replace(method, kernel=5))
+    whole = laq.pooled
+    monkeypatch.setattr(laq, "pooled", lambda *args: whole(*args[:3], "mean"))
+    with pytest.raises(AssertionError):
+        law_max_of_neighbours(method)
+
+
 def test_without_guesses_laq_is_snapkv(case):
     found = {}
     options = {"window": 4, "recent": 4, "kernel": 3}

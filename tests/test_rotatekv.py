@@ -6,6 +6,7 @@ import torch
 
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
 
 from .select_case import Selecting, close
@@ -27,7 +28,9 @@ def method_of(x, **options):
     """A method and its constants, measured of x."""
     method = AXIS.build("rotatekv", **options)
     rows = Rows(
-        torch.zeros(1, x.shape[2] + 1), torch.ones(1, x.shape[2]), {0: Observed(x, x, x, 1.0, x)}
+        torch.zeros(1, x.shape[2] + 1),
+        torch.ones(1, x.shape[2]),
+        {0: Observed(x, x, x, Form("causal"), x)},
     )
     return method, method.measure([rows])[0]["order"]
 

@@ -6,7 +6,7 @@ import torch
 
 import accel
 from accel.ir.errors import InputError, PassError, RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.passes.kv.score.snapkv import SnapKV
 from accel.passes.kv.select._units import marked
 from accel.passes.kv.select.sentencekv import Sentencekv
@@ -94,7 +94,7 @@ def law_list(method, seed=0):
         "k_pos": torch.arange(C).expand(B, -1), "origin": torch.tensor([20, 14]),
         "label": torch.randint(0, 9, (B, G, C), generator=r), "mean": torch.randn(B, G, 9, D, generator=r),
     }  # fmt: skip
-    listed, new = method.choose(x, Mask("causal"), memory, known)
+    listed, new = method.choose(x, Form("causal"), memory, known)
     sums = by_hand(queries, ends, memory, known)
     few = 0
     for row, i in np.ndindex(B, T):

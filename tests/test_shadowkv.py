@@ -10,7 +10,7 @@ import torch
 import accel
 from accel.compiler.assemble import assemble
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.ir.recipe import Recipe
 from accel.ir.state import Home
 from accel.passes.kv._shared.rotation import rotated, rotation_of
@@ -42,8 +42,10 @@ def placed(method, keys):
 
 def chosen(method, keys, queries):
     parts, places = placed(method, keys)
-    where = Where(*places, Mask("causal"))
-    return method.choice({"queries": queries[None], "parts": parts}, where, R)[0, :, 0]
+    where = Where(*places, Form("causal", scale=D**-0.5))
+    return method.choice({"queries": queries[None], "parts": parts, "form": where.mask}, where, R)[
+        0, :, 0
+    ]
 
 
 def by_paper(method, keys, queries):
@@ -115,7 +117,8 @@ def law_split(method, seed):
     asked = queries.flatten(0, 1)[None, None]  # [1,1,H,D]
     given = asked, *places, torch.tensor([CODED]), *parts.values()
     exact, rebuilt = (
-        x[0, :, 0].tolist() for x in method._split(list(parts), Mask("causal"), *given)
+        x[0, :, 0].tolist()
+        for x in method._split(list(parts), Form("causal", scale=D**-0.5), *given)
     )
     for head, (local, outliers, best) in enumerate(by_paper(method, keys, queries)):
         low = [n for n in rebuilt[head] if n >= 0]

@@ -8,12 +8,11 @@ import torch
 
 import accel
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import Form, attention
 from accel.ir.ops.groups import group_dequantize, group_quantize, midpoint_quantize
 from accel.ir.ops.pages import fetch_pages
 from accel.ir.region import Conditional
 from accel.ir.state import Home
-from accel.passes.kv.select._where import Form
 from accel.passes.kv.select.specache import Specache
 
 from .select_case import Selecting, built, law_every_target, llama

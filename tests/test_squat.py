@@ -7,6 +7,8 @@ import torch
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.passes.kv._shared.tables import observed
+from accel.passes.kv.codec import squat
+from accel.passes.kv.codec._directions import any_columns, orthonormal
 
 from .select_case import Selecting, close
 
@@ -88,6 +90,61 @@ def test_error_before_queries_falls_with_weight(keys):
     for weight in (1e-3, 1e-1):
         mean = [p**2 + weight * a**2 for a, p in (along(weight=weight), each[0])]
         assert mean[0] < mean[1]  # the loss that it is least in
+
+
+SPECTRA = {
+    "flat": torch.ones(D),
+    "falling": torch.linspace(3, 0.5, D),
+    "steep": 5 * 0.7 ** torch.arange(D),
+    "six alike": torch.tensor([5.0] * 6 + [1.0] * (D - 6)),
+    "seven close": torch.tensor([5, 4.9, 4.8, 4.7, 4.6, 4.5, 4.4, *[1.0] * (D - 7)]),
+    "one massive": torch.tensor([60.0, 2.0, 1.9, 1.8, 1.7, 1.6, 1.5, *[0.5] * (D - 7)]),
+    "two massive": torch.tensor([300.0, 40.0, 3, 2.9, 2.8, 2.7, 2.6, *[1.0] * (D - 7)]),
+    "of one query": torch.tensor([5.0] + [0.0] * (D - 1)),
+}
+
+
+def exact(products, count):
+    """The same as `_subspace`, by eigenvectors in float64."""
+    size, turn = torch.linalg.eigh(products.double())
+    return (size[..., -count:].clamp(min=0).sqrt()[..., None, :] * turn[..., -count:]).float()
+
+
+def law_directions(keys, name, monkeypatch):
+    """The loss is that by exact eigenvectors, a hundredth apart, whatever the queries' spectrum."""
+    r = torch.Generator().manual_seed(1)
+    turn = torch.linalg.qr(torch.randn(2, D, D, generator=r)).Q
+    queries = (torch.randn(1, 2, 300, D, generator=r) * SPECTRA[name]) @ turn
+    products = queries.mT @ queries
+    top = exact(products, 5)[:, :, None]
+
+    def loss():
+        error = lost(keys, products, weight=0.01)
+        return float(error.square().sum() + 0.01 * (error @ top).square().sum())
+
+    found = loss()
+    monkeypatch.setattr(squat, "_subspace", exact)
+    want = loss()
+    monkeypatch.undo()
+    assert abs(found / want - 1) < 0.01, (found, want)
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_directions_are_those_of_the_largest_eigenvalues(keys, name, monkeypatch):
+    law_directions(keys, name, monkeypatch)
+
+
+def test_directions_that_have_not_converged_are_caught(keys, monkeypatch):
+    def few(products, count):
+        columns = any_columns(products, count)
+        for step in range(4):
+            columns = orthonormal(products @ (products @ columns), again=step == 3)
+        return columns
+
+    with pytest.raises(AssertionError):
+        for name in SPECTRA:
+            monkeypatch.setattr(squat, "largest", few)
+            law_directions(keys, name, monkeypatch)
 
 
 def small(name, **options):

@@ -65,7 +65,7 @@ def test_what_is_measured_is_what_attention_reads(stateful):
     for layer, x in seen[0].layers.items():
         torch.testing.assert_close(x.queries.transpose(1, 2), want[f"queries.{layer}"])
         torch.testing.assert_close(x.keys, want[f"kv.{layer}.k.next"])
-        assert x.values.shape == x.keys.shape and x.scale > 0
+        assert x.values.shape == x.keys.shape and x.form.scale > 0
 
 
 def _feeds(program, tokens):

@@ -12,6 +12,7 @@ from runs.soft import Soft
 
 import accel
 from accel.ir.errors import PassError, RecipeError
+from accel.ir.ops.attention import Form
 from accel.passes.kv.score.threshold_evict import ThresholdEvict
 from accel.passes.trained import Lesson, sample, write
 from accel.runtime.kv.budget.threshold import Threshold
@@ -191,7 +192,7 @@ def lesson(seed=0, batch=2, heads=4, groups=2, tokens=7, width=6, wide=9):
         torch.randn(batch, heads, 2 * tokens, width, generator=r),
         *(torch.randn(batch, groups, 2 * tokens, width, generator=r) for _ in range(2)),
         torch.randn(heads, width, wide, generator=r),
-        0.4,
+        Form("causal", scale=0.4),
     )
 
 
@@ -205,7 +206,7 @@ def law_aim(method):
         for h in (2 * head, 2 * head + 1):
             moved = float((x.values[row, head, j] @ x.output[h]).norm())
             for i in range(tokens, 2 * tokens):
-                logits = x.keys[row, head, : i + 1] @ x.queries[row, h, i] * x.scale
+                logits = x.keys[row, head, : i + 1] @ x.queries[row, h, i] * x.form.scale
                 drawn = float(logits.softmax(0)[j]) / float(x.hidden[row, i].norm())
                 best = max(best, drawn * moved)
         assert abs(float(found[row, j, head]) - np.log(best)) < 1e-4

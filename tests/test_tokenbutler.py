@@ -16,7 +16,7 @@ from accel.compiler.assemble import assemble
 from accel.compiler.load.checkpoint import load_model
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import Mask, attention, operands_of
+from accel.ir.ops.attention import Form, attention, operands_of
 from accel.ir.program import ancestors
 from accel.ir.recipe import Recipe
 from accel.passes.kv._shared.tables import appended, attentions
@@ -147,7 +147,7 @@ def chosen(method, queries, keys):
     slots = torch.full((B,), keys.shape[2] - 1)
     where = torch.arange(keys.shape[2]).expand(B, -1)
     given = queries.transpose(1, 2), slots[:, None], where, slots, keys
-    return method._choose(["feature"], [], Mask("causal"), *given)[:, :, 0]
+    return method._choose(["feature"], [], Form("causal"), *given)[:, :, 0]
 
 
 def law_oracle(method, sinks):
@@ -221,7 +221,7 @@ def test_the_loss_is_of_logits_that_the_mask_shows(program):
     held = {n: torch.zeros(2, h, 6, w) for n, (h, w) in fit.method.kept(4, parts[ALL]).items()}
     q, k = fit.method.made(fit.method.trunk(x, held, parts[ALL])[0], at, 2, parts[1])
     wrong = [
-        (q[b, t, h] @ k[b, h // 2, s] - told.scale * told.queries[b, h, t] @ told.keys[b, h // 2, s]) ** 2
+        (q[b, t, h] @ k[b, h // 2, s] - told.form.scale * told.queries[b, h, t] @ told.keys[b, h // 2, s]) ** 2
         for b, h, t, s in np.ndindex(2, 4, 6, 6) if s <= t
     ]  # fmt: skip
     close(fit.method.loss(parts, rows, 0.0), torch.stack(wrong).mean())
@@ -251,7 +251,9 @@ def test_the_bundled_part_knows_more_than_position():
     for layer in range(1, 8):
         q, k = fit.method.made(trunk, at, 2, parts[layer])
         told = rows.layers[layer]
-        logits = told.queries @ told.keys.repeat_interleave(2, 1).transpose(-1, -2) * told.scale
+        logits = (
+            told.queries @ told.keys.repeat_interleave(2, 1).transpose(-1, -2) * told.form.scale
+        )
         seen = torch.ones(240, 240, dtype=torch.bool).tril()
         share = logits.masked_fill(~seen, -torch.inf).softmax(-1)[0, :, late]
         foretold = (q.transpose(1, 2) @ k.repeat_interleave(2, 1).transpose(-1, -2))[0, :, late]

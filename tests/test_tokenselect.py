@@ -7,7 +7,7 @@ import torch
 
 import accel
 from accel.ir.errors import InputError, RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.ir.ops.rope import rope
 from accel.passes.kv.select.tokenselect import Tokenselect
 from accel.runtime.backends.eager import EagerBackend
@@ -37,7 +37,7 @@ def case(seed=0, **options):
 
 
 def chosen(method, x):
-    return method.choose(x, Mask("causal"), {}, x["slots"] < 0)[0]
+    return method.choose(x, Form("causal"), {}, x["slots"] < 0)[0]
 
 
 def by_hand(method, x, row, normalised=True):

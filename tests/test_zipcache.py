@@ -7,6 +7,8 @@ import torch
 
 import accel
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
+from accel.passes.kv.inputs.attends import attention_over
 from accel.passes.kv.keep.zipcache import ZipCache
 from accel.passes.kv.score.zipcache import ZipCache as Saliency
 
@@ -32,10 +34,9 @@ def law_mean_of_probes(score, divided=None):
         mass=attention[:, random].sum(1)[None],
         queries=q[..., -W:, :].flatten(1, 2),
         query_positions=where[None, -W:],
-        keys=k,
         positions=where.expand(1, G, T),
         seen=torch.tensor([T]),
-        scale=1.0,
+        attends=attention_over(Form("causal"), {}, k, where.expand(1, G, T))["attends"],
     )
     sees = probes.flip(0).cumsum(0).flip(0) if divided is None else divided
     torch.testing.assert_close(found[0], attention[:, probes].sum(1) / sees)

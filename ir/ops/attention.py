@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -55,6 +55,73 @@ def position_bias(bias: Tensor, q: Tensor, k: Tensor, mask: str = "causal") -> T
     return bias[heads, distance]
 
 
+@dataclass(frozen=True)
+class Form(Mask):
+    """What makes attention of products of queries and keys: the constants of an attention, and its `sink` [H] and
+    `bias` (see `position_bias`), if any. Whoever computes attention outside of it, to rank tokens or to measure,
+    takes the attention's own, so nothing of it is left out.
+
+    R heads of each of G groups read a KV head: queries [B,H,W,D], H = G R, keys [B,G,S,D].
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0  # 0: none
+    sink: Tensor | None = field(default=None, compare=False)
+    bias: Tensor | None = field(default=None, compare=False)
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Of products of queries and keys, of any shape: scaled and capped; bias and mask are not in them."""
+        logits = products * self.scale
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+    def visible_slots(self, query_positions: Tensor, positions: Tensor) -> Tensor:
+        """What queries at [B,W] see of slots at [B,G,S]: bool [B,G,1,W,S]; a query that is not there (-1), nothing."""
+        q, k = query_positions[:, None, None, :, None], positions[:, :, None, None, :]
+        seen: Tensor = self.visible(q, k) & (q >= 0)
+        return seen
+
+    def scores(
+        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor
+    ) -> Tensor:
+        """What the softmax is taken of [B,G,R,W,S], float32; the lowest number where a query sees nothing.
+
+        Positions: of the queries [B,W], of the slots [B,G,S]; -1: nothing there.
+        """
+        grouped = queries.unflatten(1, (keys.shape[1], -1)).float()
+        products = grouped.flatten(2, 3) @ keys.float().transpose(-1, -2)  # [B,G,R·W,S]
+        scores = self.logits(products).unflatten(2, (grouped.shape[2], -1))
+        if self.bias is not None:
+            q, k = query_positions[:, None, :, None], positions[:, :, None]
+            repeat = grouped.shape[2]
+            added = position_bias(self.bias, q, k.repeat_interleave(repeat, 1), self.kind)
+            scores = scores + added.unflatten(1, (-1, repeat))
+        seen = self.visible_slots(query_positions, positions)
+        return scores.masked_fill(~seen, torch.finfo(torch.float32).min)
+
+    def shares(self, scores: Tensor) -> Tensor:
+        """The softmax of scores [B,G,R,...,S] over the slots, beside the sink, which takes its part."""
+        if self.sink is None:
+            return scores.softmax(-1)
+        return self._with_sink(scores, self.sink).softmax(-1)[..., :-1]
+
+    def total(self, scores: Tensor) -> Tensor:
+        """The logarithm of the sum of exp(score) of scores [B,G,R,...,S], the sink among them: [B,G,R,...]."""
+        scores = scores if self.sink is None else self._with_sink(scores, self.sink)
+        return scores.logsumexp(-1)
+
+    def weights(
+        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Attention [B,G,R,W,S] of the operands of `scores`; 0 where a query does not see a slot."""
+        shares = self.shares(self.scores(queries, query_positions, keys, positions))
+        return shares.masked_fill(~self.visible_slots(query_positions, positions), 0)
+
+    def _with_sink(self, scores: Tensor, sink: Tensor) -> Tensor:
+        by_head = sink.float().unflatten(0, (scores.shape[1], -1))  # [G,R]
+        column = by_head[None, ..., *[None] * (scores.dim() - 3)].expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, column], dim=-1)
+
+
 def own_visible(tree: Tensor, first: Tensor, slots: int) -> Tensor:
     """What a tree [B,T,W], or [1,1,W], lets each query see of the slots, bool [B,T,S] ([B,1,S]): all, but of
     the W slots from `first` [B] on, where the call's own keys lie, only those of its row.
@@ -93,6 +160,16 @@ class Operands(Generic[T]):
     beside: T | None = None
     beside_lse: T | None = None
     kept_counts: T | None = None
+
+
+def form_of(x: Operands[Any]) -> Form:
+    """The constants of an attention. Its sink and bias are operands of a graph: see `form_with`."""
+    return Form(x.mask, x.window, float(x.scale), float(x.softcap))
+
+
+def form_with(x: Operands[Tensor]) -> Form:
+    """All of it, where its operands are tensors."""
+    return replace(form_of(x), sink=x.sink, bias=x.bias)
 
 
 def operands_of(node: fx.Node) -> Operands[Any]:
@@ -141,13 +218,12 @@ def _scores(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, T
         where = where.repeat_interleave(repeat, dim=1)  # [B,H,P+S]
     keys = k.repeat_interleave(repeat, dim=1)
     values = v.repeat_interleave(repeat, dim=1)
-    scores = (x.q @ keys.transpose(-1, -2)) * x.scale  # [B,H,T,S]
-    if x.softcap:
-        scores = torch.tanh(scores / x.softcap) * x.softcap
+    form = form_of(x)
+    scores = form.logits(x.q @ keys.transpose(-1, -2))  # [B,H,T,S]
     qp, kp = x.q_pos[:, None, :, None], where[:, :, None, :]
     if x.bias is not None:
         scores = scores + position_bias(x.bias, qp, kp, x.mask)
-    seen = Mask(x.mask, x.window).visible(qp, kp)
+    seen = form.visible(qp, kp)
     if x.tree is not None:
         assert x.first is not None  # ir/spec.py
         before = k.shape[2] - x.k_pos.shape[1]  # kept

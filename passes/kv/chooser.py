@@ -10,10 +10,11 @@ from torch import Tensor
 
 from accel.ir.errors import PassError
 from accel.ir.ops import ragged
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.passes.kv import absorbed, moves
 from accel.passes.kv._shared import low
 from accel.passes.kv.inputs import call
+from accel.passes.kv.inputs.attends import attention_over
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.kv.methods import Methods
 from accel.passes.kv.refine import Base as Refine
@@ -26,15 +27,13 @@ _NOTHING = -torch.finfo(torch.float32).max  # the score of a slot that holds not
 CHOSEN, STAYS = "choice.slots", "choice.positions"  # operands that are a layer's before
 
 
-def scorer(
-    step: Methods, names: list[str], scale: float, mask: Mask
-) -> Callable[..., dict[str, Tensor]]:
+def scorer(step: Methods, names: list[str], form: Form) -> Callable[..., dict[str, Tensor]]:
     """A function of tensors, by these names: the `scores` [B,G,S] of a layer's slots, protected tokens first, and
     their `positions`.
     """
 
     def rank(*operands: Tensor) -> dict[str, Tensor]:
-        named = _named(step, _spread(dict(zip(names, operands, strict=True))), scale, mask)
+        named = _named(step, _spread(dict(zip(names, operands, strict=True))), form)
         scores = _scores(step.score, named)
         where = named["positions"]
         return {
@@ -74,20 +73,21 @@ def _spread(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return x | out
 
 
-def _named(step: Methods, x: dict[str, Tensor], scale: float, mask: Mask) -> dict[str, Any]:
+def _named(step: Methods, x: dict[str, Tensor], form: Form) -> dict[str, Any]:
     """What methods may name, of a layer's operands `x`."""
     groups = x["kept_k"].shape[1]
     recent = x["recent_pos"][:, None].expand(-1, groups, -1)
     where = torch.cat((x["kept_pos"], recent), dim=2)  # [B,G,S]
     after = x["seen"][:, None, None]
-    where = where.masked_fill((where >= after) | ~mask.visible(after, where), -1)
+    held = where.masked_fill(where >= after, -1)
+    where = held.masked_fill(~form.visible(after, held), -1)
     named: dict[str, Any] = {
         "keys": torch.cat((x["kept_k"], x["recent_k"]), dim=2),
         "positions": where,
         "seen": x["seen"],
         "keep": x["keep"],
-        "scale": scale,
     }
+    named |= attention_over(form, x, named["keys"], held)
     shared = "kept_v" not in x  # a latent, which keys and values share
     named["values"] = named["keys"] if shared else torch.cat((x["kept_v"], x["recent_v"]), dim=2)
     for one in step.inputs:
@@ -100,7 +100,7 @@ def _named(step: Methods, x: dict[str, Tensor], scale: float, mask: Mask) -> dic
 
 
 def chooser(
-    step: Methods, names: list[str], scale: float, mask: Mask, interleaved: bool = False
+    step: Methods, names: list[str], form: Form, interleaved: bool = False
 ) -> Callable[..., dict[str, Tensor]]:
     """A function of tensors, by these names: what a layer keeps of the slots that it has, beyond those
     that no later query of its mask sees. `interleaved`: how its keys are rotated.
@@ -109,7 +109,7 @@ def chooser(
 
     def cut(*operands: Tensor) -> dict[str, Tensor]:
         x = _spread(dict(zip(names, operands, strict=True)))
-        named = _named(step, x, scale, mask)
+        named = _named(step, x, form)
         named["ranks"] = x["ranks"]
         shared = "kept_v" not in x
         if CHOSEN in x:
@@ -134,7 +134,7 @@ def chooser(
         out |= {name: named[name].gather(2, chosen) for name in carried}
         out |= absorbed.written(step.keep, named, x)
         if step.keep.demotes:
-            out |= low.demoted(step.keep, named, x, mask)
+            out |= low.demoted(step.keep, named, x, form)
         return out | {CHOSEN: chosen, STAYS: stays}
 
     return cut

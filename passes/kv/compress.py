@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from accel.ir.entries.compress import COMPRESS, held_of, keep_of, ranks_of, room_of
 from accel.ir.errors import PassError
 from accel.ir.facts import KvFacts
-from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.attention import form_of, operands_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
 from accel.ir.state import POSITIONS, CacheRegion, Part, output_of
@@ -201,10 +201,10 @@ def _entry(
         here = operands[site.layer]
         if (leader := leaders[site.layer]) != site.layer:
             here |= choices[leader]
-        x = operands_of(site.node)
+        form = form_of(operands_of(site.node))
         paired = site.layer in turns and turns[site.layer].interleaved
-        key = "compress", step, x.scale, x.mask, x.window, paired, *here
-        cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window), paired)
+        key = "compress", step, form, paired, *here
+        cut = chooser(step, list(here), form, paired)
         found = dict(trace(editor, f"compress.{site.layer}", cut, *here.values(), key=key))
         choices[site.layer] = {name: found.pop(name) for name in (CHOSEN, STAYS)}
         outputs |= {output_of(str(site.kept[part].target)): node for part, node in found.items()}
@@ -222,9 +222,9 @@ def _count_across(
     """Give each layer an operand `counts` [B,G]: what its heads keep, by the scores of all layers."""
     scores, positions = [], []
     for site in sites:
-        here, x = operands[site.layer], operands_of(site.node)
-        key = "scores", step, x.scale, x.mask, x.window, *here
-        rank = scorer(step, list(here), x.scale, Mask(x.mask, x.window))
+        here, form = operands[site.layer], form_of(operands_of(site.node))
+        key = "scores", step, form, *here
+        rank = scorer(step, list(here), form)
         found = trace(editor, f"scores.{site.layer}", rank, *here.values(), key=key)
         scores.append(found["scores"])
         positions.append(found["positions"])

@@ -14,6 +14,7 @@ import torch
 from accel.compiler.assemble import GRADES
 from accel.compiler.facts_json import kv_bytes
 from accel.ir.axis import find_axes
+from accel.ir.ops.attention import Form
 from accel.ir.program import DTYPES
 from accel.ir.tables import Observed, Rows, Tables
 from accel.lowering.onnx import export
@@ -90,7 +91,7 @@ def constants(method, width):
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(2, HEADS, 200, width, generator=generator) for _ in "kv")
     queries = torch.randn(2, 2 * HEADS, 200, width, generator=generator)
-    layer = Observed(queries, keys, values, width**-0.5, keys)
+    layer = Observed(queries, keys, values, Form("causal", scale=width**-0.5), keys)
     tokens = torch.zeros(2, 201, dtype=torch.int64)
     many = LAYERS if isinstance(method, InLayer) else 1
     rows = Rows(tokens, torch.ones(2, 200), dict.fromkeys(range(many), layer))

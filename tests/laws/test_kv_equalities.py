@@ -16,9 +16,8 @@ from torch import Tensor
 from accel.ir.ops.mass import drawn_attention
 from accel.passes.kv.inputs import call
 from accel.passes.kv.score import Base
-from accel.passes.kv.score._window import observed
 
-from ..kv_slots import AXES, SCALE, choose, sets, slots
+from ..kv_slots import AXES, FORM, SCALE, choose, sets, slots
 
 N, CALLS, LAYERS, KEPT = 16, (9, 1, 4, 2), 3, 6  # tokens, and how many each call has
 
@@ -129,7 +128,7 @@ def mass_of(score: Base, x: dict[str, Tensor], queries: Tensor) -> Tensor:
         where = where.masked_fill(where >= start, -1)
         now = queries[:, :, start - count : start]
         named = {
-            "mass": mass, "weights": observed(now, here, x["recent_k"], where, SCALE),
+            "mass": mass, "weights": FORM.weights(now, here, x["recent_k"], where),
             "query_positions": here, "positions": where, "steps": torch.full((3,), steps),
             "layer": torch.tensor(0), "drawn": partial(draw, now, x["recent_k"], here, where[:, 0]),
         }  # fmt: skip

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.passes.kv.score import Base
-from accel.passes.kv.score._window import observed, pooled
+from accel.passes.kv.score._window import pooled
 
 from .. import kv_slots
 from ..kv_slots import AXES, SCALE, C, D, G, P, build, choose, named, real, sets, slots, taken
@@ -208,10 +208,9 @@ def test_snapkv_of_one_query_ranks_by_its_attention(seed):
 def test_snapkv_looks_with_every_query_that_there_is(seed):
     """What the window gives a head in all, before neighbours share it, is at most one per query."""
     x = slots(seed)
-    where = torch.cat((x["kept_pos"], x["recent_pos"][:, None].expand(-1, G, -1)), dim=2)
-    where = where.masked_fill(where >= x["seen"][:, None, None], -1)
-    keys = torch.cat((x["kept_k"], x["recent_k"]), dim=2)
-    probs = observed(x["queries"].transpose(1, 2), x["query_positions"], keys, where, SCALE)
+    known = named(x)
+    where = known["positions"]
+    probs = known["attends"](known["queries"], known["query_positions"])
     total = probs.sum(-1)  # [B,G,R,W]
     there = (x["query_positions"] >= 0)[:, None, None].expand(total.shape)
     torch.testing.assert_close(total[there], torch.ones_like(total[there]))
@@ -252,7 +251,7 @@ def test_what_no_later_query_sees_goes_first(kind, size):
     x = slots(1)
     for name in NAMES:
         for row, n in zip(
-            sets(choose(x, 20, build("score", name), mask=Mask(kind, size))),
+            sets(choose(x, 20, build("score", name), form=Form(kind, size, SCALE))),
             x["seen"].tolist(),
             strict=True,
         ):

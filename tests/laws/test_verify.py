@@ -78,6 +78,28 @@ def test_tokens_are_the_target_s_own(name, parents):
     law_exact(rule, parents, worlds(rule, parents))
 
 
+REACH = [(sampled(), "other"), (sampled(top_k=2), "other"), (sampled(temperature=0.5), "holes")]
+
+
+def law_of_each(rule, name):
+    """What every rule is held to by default: a chain of two, and a small tree where it takes one."""
+    forms = [(-1, 0), *([(-1, -1, 0)] if AXIS.method(name).branches else [])]
+    for parents, (sampler, draft), seed in itertools.product(forms, REACH, range(3)):
+        if takes(AXIS.method(name), parents, draft):
+            assert gap(rule, World(sampler, draft, seed), parents, 2) < 1e-12
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_each_rule_gives_the_target_s_tokens(name):
+    law_of_each(AXIS.build(name), name)
+
+
+def test_each_rule_s_law_catches_a_broken_block():
+    for name in ("a block cut at its first failure", "accepts always", "nothing subtracted"):
+        with pytest.raises(AssertionError):
+            law_of_each(WRONG[name], "block-verify")
+
+
 def test_the_law_walks_each_kind_of_siblings():
     for name in (n for n in EXACT if AXIS.method(n).branches):
         rule = AXIS.build(name)
@@ -236,7 +258,6 @@ WRONG = {
     "the bonus of another row": rejection(last=of_parent),
     "a block cut at its first failure": uncut,
 }
-REACH = [(sampled(), "other"), (sampled(top_k=2), "other"), (sampled(temperature=0.5), "holes")]
 
 
 @pytest.mark.parametrize("name", WRONG)

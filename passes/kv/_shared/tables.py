@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.attention import attention, form_of, operands_of
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
-from accel.ir.program import Program
+from accel.ir.program import Program, operand
 from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.calibrate import calibrate
@@ -74,9 +75,16 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
                 layer, name = turns[node]
                 before[layer][name] = operands[0]
             else:
-                layer, scale = node.meta["layer"], float(operands_of(node).scale)
-                queries, keys, values = operands[:3]
-                found[layer] = Observed(queries, keys, values, scale, **before[layer])
+                layer, x = node.meta["layer"], operands_of(node)
+                read = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
+                given = dict(zip(read, operands, strict=True))
+                sink, bias = (
+                    None if n is None else given[n] if n in given else operand(n, program.params, {})
+                    for n in (x.sink, x.bias)
+                )  # fmt: skip
+                form = replace(form_of(x), sink=sink, bias=bias)
+                q, k, v = operands[:3]
+                found[layer] = Observed(q, k, v, form, **before[layer])
 
         wanted = [*nodes.values(), *turns, *([first] if first is not None else [])]
         calibrate(program, tokens[:, :-1], wanted, visit)

@@ -125,14 +125,15 @@ class LeanK(Fitted, Base):
         at = at.round().long().unique()
         repeat = x.queries.shape[1] // x.keys.shape[1]
         keys, values = (y.repeat_interleave(repeat, 1) for y in (x.keys, x.values))
-        queries = x.queries[:, :, at] * x.scale
-        logits = queries @ keys.mT
-        place = torch.arange(tokens)
+        queries, place = x.queries[:, :, at], x.positions
+        asked = queries, place[:, at], keys, place[:, None].expand(-1, keys.shape[1], -1)
+        scores = x.form.scores(*asked)  # [B,H,1,Q,T]
         if weights is not None:
-            few = (queries * weights.repeat_interleave(repeat, 0)[:, None]) @ keys.mT
+            few = x.form.scores(queries * weights.repeat_interleave(repeat, 0)[:, None], *asked[1:])
+            place = torch.arange(tokens)
             between = (place >= self.sinks) & (place <= at[:, None] - self.window)
-            logits = torch.where(between, few, logits)
-        found: Tensor = logits.masked_fill(place > at[:, None], -torch.inf).softmax(-1) @ values
+            scores = torch.where(between, few, scores)
+        found: Tensor = x.form.shares(scores)[:, :, 0] @ values
         return found
 
     def kept(self, alphas: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -13,10 +13,8 @@ from torch import Tensor
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.ops.groups import group_dequantize, group_quantize
-from accel.passes.kv.codec._directions import any_columns, orthonormal
+from accel.passes.kv.codec._directions import largest
 from accel.passes.kv.codec.kivi import Kivi
-
-_LOOPS = 4  # of the iteration, by squares of what it iterates
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,7 @@ class SQuat(Kivi):
 
 def _subspace(products: Tensor, count: int) -> Tensor:
     """W [B,G,D,r]: W Wᵀ is the part of the queries' products [B,G,D,D] in the r directions that it is largest in."""
-    most = products.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
-    unit = products / most
-    square = unit @ unit
-    columns = any_columns(unit, count)
-    for step in range(_LOOPS):
-        columns = orthonormal(square @ columns, again=step == _LOOPS - 1)
+    columns = largest(products, count)
     size = (columns * (products @ columns)).sum(-2, keepdim=True)  # of each direction
     return columns * size.clamp(min=0).sqrt()
 

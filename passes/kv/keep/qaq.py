@@ -15,8 +15,8 @@ from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
 from accel.passes.kv.inputs import relied
+from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.keep import Base, Parts, Tier
-from accel.passes.kv.score._window import observed
 
 _BITS = (1, 2, 4, 8)
 
@@ -87,9 +87,8 @@ class QAQ(Base):
         queries: Tensor,
         query_positions: Tensor,
         keys: Tensor,
-        positions: Tensor,
         seen: Tensor,
-        scale: float,
+        attends: Attends,
     ) -> tuple[Tensor, Tensor]:
         """How far each key [B,G,1] and value [B,G,S] may be off."""
         queries, query_positions = (
@@ -101,7 +100,7 @@ class QAQ(Base):
         norm = norms.unflatten(1, (groups, -1)).amax(2).clamp(min=1e-6)[..., None]
         n = seen.clamp(min=2).float()[:, None, None]
         key = (12 / norm * (n * n * (n / (n - 1)) * self.error**2 + 1).log()).sqrt()
-        most = observed(queries, query_positions, keys, positions, scale).amax((2, 3))
+        most = attends(queries, query_positions).amax((2, 3))
         return key, (12 / n).sqrt() * self.error / most.clamp(min=1e-9)
 
     def tier(
@@ -112,10 +111,10 @@ class QAQ(Base):
         values: Tensor,
         positions: Tensor,
         seen: Tensor,
-        scale: float,
+        attends: Attends,
     ) -> Tensor:
         """See Base: by the bits of the key, then of the value."""
-        asked = queries, query_positions, keys, positions, seen, scale
+        asked = queries, query_positions, keys, seen, attends
         late = positions > (seen - self.window)[:, None, None]
         found = torch.zeros_like(positions)
         for x, allowed in zip((keys, values), self.allowed(*asked), strict=True):

@@ -38,7 +38,8 @@ class Base(Method):
     | `units` [B,G,S] | the unit of the slot's token, as `Session.mark` says; -1: none |
     | `question` [B] | the position where the question begins, as `Session.mark` says; -1: nobody said |
     | `ahead` [B,G,S] | the position of a slot's token that ran behind `seen`, as the last `queries` may; else -1 |
-    | `scale` | attention scale of q k^T |
+    | `attends` | attends(queries, query_positions) [B,G,R,W,S]: the layer's attention (`inputs/attends.py`) |
+    | `form` | what makes it of q k^T: scale, cap, sink and mask (`ir.ops.attention.Form`) |
 
     It returns scores [B,G,S]; the highest are kept, of equal ones the newest; empty slots are ignored. The first
     `sinks` and the last `recent` tokens are always kept.

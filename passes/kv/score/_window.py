@@ -1,27 +1,10 @@
-"""What several scores share: attention of the last queries, and pooling along the slots."""
+"""What several scores share: pooling along the slots."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-
-def observed(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, scale: float
-) -> Tensor:
-    """softmax(scale q k^T) of queries [B,H,W,D], causal by positions -> [B,G,R,W,S]; a query that is
-    not there (-1) gives nothing.
-    """
-    groups = keys.shape[1]
-    grouped = queries.unflatten(1, (groups, queries.shape[1] // groups))
-    scores = (grouped.float() @ keys.float()[:, :, None].transpose(-1, -2)) * scale
-    q = query_positions[:, None, None, :, None]
-    k = positions[:, :, None, None, :]
-    hidden = (k < 0) | (k > q)
-    scores = scores.masked_fill(hidden, torch.finfo(torch.float32).min)
-    seen: Tensor = scores.softmax(-1).masked_fill(hidden, 0)  # nothing, where its keys all went
-    return seen
 
 
 def pooled(scores: Tensor, positions: Tensor, kernel: int, pooling: str) -> Tensor:

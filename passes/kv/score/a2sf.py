@@ -23,7 +23,7 @@ class A2SF(Base):
 
     decay: float = 0.95
     recent: int = 128
-    when: ClassVar[str] = "every"
+    when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 4}
 
     def __post_init__(self) -> None:

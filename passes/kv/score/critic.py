@@ -25,7 +25,7 @@ class Critic(Base):
     attention: float = 0.5
     entropy: float = 0.5
     recent: int = 128
-    when: ClassVar[str] = "every"
+    when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 4}
 
     def __post_init__(self) -> None:

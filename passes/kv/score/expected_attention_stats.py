@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from accel.ir.ops.attention import Form
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.passes.kv.score.expected_attention import ExpectedAttention
 
@@ -33,12 +34,12 @@ class ExpectedAttentionStats(Tables, ExpectedAttention):
         keys: Tensor,
         values: Tensor,
         positions: Tensor,
-        scale: float,
+        form: Form,
     ) -> Tensor:
         turn = mean_rotation[:, None]  # [B,1,D,D]
         query_mean = (mean[:, None] @ turn)[:, :, 0]  # [B,H,D]
         query_covariance = turn.transpose(2, 3) @ covariance @ turn
-        return super().__call__(query_mean, query_covariance, keys, values, positions, scale)
+        return super().__call__(query_mean, query_covariance, keys, values, positions, form)
 
     def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
         """Of all queries of the rows but the first `sinks` of each."""

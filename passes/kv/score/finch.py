@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.passes.kv._shared.slots import places, ranks_of
+from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
-from accel.passes.kv.score._window import observed
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,18 @@ class Finch(Base):
         self,
         queries: Tensor,
         query_positions: Tensor,
-        keys: Tensor,
         positions: Tensor,
         seen: Tensor,
         question: Tensor,
         ahead: Tensor,
-        scale: float,
+        attends: Attends,
     ) -> Tensor:
         asked = (query_positions >= seen[:, None]).any(1)  # the question ran behind
         there = (question >= 0) & ((question < seen) | asked)
         first = torch.where(there, torch.minimum(question, seen), (seen - self.window).clamp(min=0))
         voting = query_positions.masked_fill(query_positions < first[:, None], -1)
         every = torch.maximum(positions, ahead)
-        probs = observed(queries, voting, keys, every, scale)  # [B,G,R,W,S]
+        probs = attends(queries, voting, ahead)  # [B,G,R,W,S]
         seen_by = (every[:, :, None] >= 0) & (every[:, :, None] <= voting[..., None, :, None])
         weighted = probs * self.normalizer(seen_by.sum(3))[:, :, None, :, None]
         number = (voting >= 0).sum(1).clamp(min=1)[:, None, None]

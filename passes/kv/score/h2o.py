@@ -17,7 +17,7 @@ class H2O(Base):
     """`recent`: number of newest tokens to keep; heavy hitters fill the rest of the budget."""
 
     recent: int = 128
-    when: ClassVar[str] = "every"
+    when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 4}
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ class Keyformer(Base):
     end: float = 2.0
     rise: int = count(100, most=1 << 20)
     seed: int = 0
-    when: ClassVar[str] = "every"
+    when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 4}
 
     def __post_init__(self) -> None:

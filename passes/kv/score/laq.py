@@ -11,8 +11,9 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
-from accel.passes.kv.score._window import observed, pooled
+from accel.passes.kv.score._window import pooled
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,15 @@ class LAQ(Base):
         self,
         queries: Tensor,
         query_positions: Tensor,
-        keys: Tensor,
         positions: Tensor,
         seen: Tensor,
-        scale: float,
+        attends: Attends,
     ) -> Tensor:
         guessed = query_positions >= seen[:, None]
         late = torch.where(guessed.any(1), self.recent, self.window)
         first = seen - late  # of the prompt's tokens whose queries vote
         voting = query_positions.masked_fill(query_positions < first[:, None], -1)
-        probs = observed(queries, voting, keys, positions, scale)  # [B,G,R,W,S]
+        probs = attends(queries, voting)  # [B,G,R,W,S]
         prefix = positions < first[:, None, None]
         number = (voting >= 0).sum(1).clamp(min=1)[:, None, None, None]
         scores = probs.sum(3) / number * prefix[:, :, None]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError, shown
+from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
-from accel.passes.kv.score._window import observed, pooled
+from accel.passes.kv.score._window import pooled
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,11 @@ class SnapKV(Base):
         self,
         queries: Tensor,
         query_positions: Tensor,
-        keys: Tensor,
         positions: Tensor,
         seen: Tensor,
-        scale: float,
+        attends: Attends,
     ) -> Tensor:
-        probs = observed(queries, query_positions, keys, positions, scale)  # [B,G,R,W,S]
+        probs = attends(queries, query_positions)  # [B,G,R,W,S]
         prefix = positions < (seen - self.window)[:, None, None]
         count = (query_positions >= 0).sum(1).clamp(min=1)[:, None, None, None]
         scores = probs.sum(3) / count * prefix[:, :, None]

@@ -64,10 +64,10 @@ class ThresholdEvict(Trained, Base):
         """What notes of the text's tokens shall be, [B,T,G]."""
         groups, repeat = lesson.keys.shape[1], lesson.queries.shape[1] // lesson.keys.shape[1]
         half = lesson.keys.shape[2] // 2
-        keys = lesson.keys.repeat_interleave(repeat, 1)
-        logits = lesson.queries[:, :, half:] @ keys.transpose(2, 3) * lesson.scale  # [B,H,T,2T]
-        later = torch.ones(half, 2 * half, dtype=torch.bool, device=keys.device).triu(half + 1)
-        drawn = logits.masked_fill(later, -torch.inf).softmax(-1)[..., :half]
+        at = torch.arange(2 * half, device=lesson.keys.device).expand(len(lesson.keys), -1)
+        own = lesson.queries[:, :, half:], at[:, half:]
+        drawn = lesson.form.weights(*own, lesson.keys, at[:, None]).flatten(1, 2)  # [B,H,T,2T]
+        drawn = drawn[..., :half]
         drawn = drawn / lesson.hidden[:, half:].norm(dim=-1)[:, None, :, None].clamp(min=1e-6)
         values = lesson.values[:, :, :half].repeat_interleave(repeat, 1)
         norms = torch.einsum("bhtd,hde->bhte", values, lesson.output).norm(dim=-1)  # [B,H,T]

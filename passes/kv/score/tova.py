@@ -9,8 +9,8 @@ from torch import Tensor
 
 from accel.ir.errors import RecipeError
 from accel.passes.kv._shared.slots import mean_of_heads
+from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
-from accel.passes.kv.score._window import observed
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class TOVA(Base):
     """
 
     recent: int = 0
-    when: ClassVar[str] = "every"
+    when: ClassVar[str] = "generated"
 
     def __post_init__(self) -> None:
         if self.recent < 0:
@@ -31,13 +31,8 @@ class TOVA(Base):
         return 1
 
     def __call__(
-        self,
-        queries: Tensor,
-        query_positions: Tensor,
-        keys: Tensor,
-        positions: Tensor,
-        scale: float,
+        self, queries: Tensor, query_positions: Tensor, positions: Tensor, attends: Attends
     ) -> Tensor:
         last = queries[:, :, -1:], query_positions[:, -1:]
-        attention = observed(*last, keys, positions, scale)[:, :, :, 0]  # [B,G,R,S]
+        attention = attends(*last)[:, :, :, 0]  # [B,G,R,S]
         return mean_of_heads(attention.mean(2), positions)

@@ -13,8 +13,8 @@ from torch import Tensor
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.passes.kv.inputs._accumulated import Draw
+from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
-from accel.passes.kv.score._window import observed
 
 _STEP = 61  # from block to block, a probe's place goes on by so many
 
@@ -69,17 +69,16 @@ class ZipCache(Base):
         mass: Tensor,
         queries: Tensor,
         query_positions: Tensor,
-        keys: Tensor,
         positions: Tensor,
         seen: Tensor,
-        scale: float,
+        attends: Attends,
     ) -> Tensor:
         queries, query_positions = (
             queries[:, :, -self.window :],
             query_positions[:, -self.window :],
         )
         late = self._late(query_positions).float()[:, None, None]  # [B,1,1,W]
-        probs = observed(queries, query_positions, keys, positions, scale)  # [B,G,R,W,S]
+        probs = attends(queries, query_positions)  # [B,G,R,W,S]
         total = mass + (late[:, :, None] @ probs)[:, :, :, 0].sum(2)
         sees = query_positions[:, None, None] >= positions[..., None]  # [B,G,S,W]
         random = (self._before(seen)[:, None, None] - self._before(positions)).clamp(min=0)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant, Method
-from accel.ir.ops.attention import Mask, attention, operands_of
+from accel.ir.ops.attention import Form, attention, form_of, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.pages import fetch_pages, few_to_many, kv_pages, pages_written
 from accel.ir.program import Editor, Program, State
@@ -318,7 +318,7 @@ class Base(_Scored, Pass, Method, ABC):
             inputs = {**stored, **({"keys": x.k} if "keys" in self.reads else {})}
             slots = program.step.input("slots")
             given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, *inputs.values())
-            mask = Mask(x.mask, x.window)
+            mask = form_of(x)
             choose = partial(self._choose, list(stored), [*inputs, *names][len(stored) :], mask)
             region = Conditional(
                 f"choose.{layer}",
@@ -405,7 +405,7 @@ class Base(_Scored, Pass, Method, ABC):
         self,
         parts: list[str],
         more: list[str],
-        mask: Mask,
+        mask: Form,
         queries: Tensor,
         q_pos: Tensor,
         k_pos: Tensor,
@@ -420,4 +420,5 @@ class Base(_Scored, Pass, Method, ABC):
         rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
         x = dict(zip([*parts, *more], values, strict=True))
         known = {"queries": rows, "parts": {n: x[n] for n in parts}, **{n: x[n] for n in more}}
+        known["form"] = mask
         return self.choice(known, Where(q_pos, k_pos, slots, mask), heads // groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
-from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.attention import Form, form_of, operands_of
 from accel.ir.ops.choice import best_pages
 from accel.ir.ops.pages import kv_pages
 from accel.ir.program import Editor, State
@@ -119,7 +119,7 @@ class Histories(Fitted, Tokens):
         return (blocks >= first) & (blocks < first + whole.clamp(min=0)[..., None])
 
     def choose(
-        self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
+        self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See Tokens, for T = 1. before: the history `attention` [B,history,H,N], the newest last, and the tensors of
         `shared`; `known` (bool [B,history]): which of the history there is.
@@ -166,39 +166,45 @@ class Histories(Fitted, Tokens):
             State(Part.CHOICE, layer, "int64", ("B", self.ring), -1, detail=PLACES),
         ]
         held = [buffer(program, editor, state, build.letters) for state in states]
-        mask, form = Mask(x.mask, x.window), (float(x.scale), float(x.softcap))
+        form = form_of(x)
         table = {f"{self.key}.{n}": t for n, t in build.shared["trained"].items()}
         with editor.graph.inserting_before(node):
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
-            asked = (by_token, x.q_pos, x.k_pos, program.step.input("slots"), x.k)
-            given = build.chooses, *asked, *held
+            asked = {
+                "queries": by_token, "positions": x.q_pos, "k_pos": x.k_pos,
+                "slots": program.step.input("slots"), "keys": x.k,
+                **({} if x.sink is None else {"sink": x.sink}),
+            }  # fmt: skip
+            given = build.chooses, *asked.values(), *held
             names = list(build.shared["trained"])
-            choose = partial(self._chosen_by, names, mask, form)
+            choose = partial(self._chosen_by, [*asked], names, form)
             region = Conditional(
                 f"choose.{layer}",
-                graph_of(program, layer, choose, given, ("choose", self, mask, form), table),
+                graph_of(program, layer, choose, given, ("choose", self, form, *asked), table),
                 graph_of(
                     program, layer, partial(_none, groups, heads), given, ("none", groups, heads)
                 ),
             )
             pages, noted = region_call(editor, region, given, node)
             looks = _looks(editor, build, self, node)
-            given = looks, build.chooses, *asked, noted, *held
-            note = partial(self._noted, mask, form)
+            given = looks, build.chooses, *asked.values(), noted, *held
+            note = partial(self._noted, [*asked], form)
             region = Conditional(
                 f"note.{layer}",
-                graph_of(program, layer, note, given, ("note", self, mask, form)),
-                graph_of(program, layer, partial(self._kept), given, ("keep", self)),
+                graph_of(program, layer, note, given, ("note", self, form, *asked)),
+                graph_of(
+                    program, layer, partial(self._kept, [*asked]), given, ("keep", self, *asked)
+                ),
             )
             after = region_call(editor, region, given, node)
         build.outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
         return pages
 
     def _chosen_by(
-        self, names: list[str], mask: Mask, form: tuple[float, float], *values: Tensor
+        self, asked: list[str], names: list[str], form: Form, *values: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The list of a token, and its attention to blocks over what it reads [B,1,H,N]."""
-        own = ("queries", "positions", "k_pos", "slots", "keys", "attention", "places")
+        own = (*asked, "attention", "places")
         x = dict(zip(own, values, strict=False))
         shared = dict(zip(names, values[len(own) :], strict=True))
         wanted = x["positions"][:, :1] + torch.arange(
@@ -208,21 +214,18 @@ class Histories(Fitted, Tokens):
         known = (x["places"].gather(1, at) == wanted) & (wanted >= 0)
         index = at[..., None, None].expand(-1, -1, *x["attention"].shape[2:])
         image = x["attention"].gather(1, index)
-        listed, _ = self.choose(x, mask, {"attention": image, **shared}, known)
-        return listed, self.attended(x, listed, mask, form)
+        listed, _ = self.choose(x, form, {"attention": image, **shared}, known)
+        return listed, self.attended(x, listed, replace(form, sink=x.get("sink")))
 
-    def attended(
-        self, x: Mapping[str, Tensor], listed: Tensor, mask: Mask, form: tuple[float, float]
-    ) -> Tensor:
+    def attended(self, x: Mapping[str, Tensor], listed: Tensor, form: Form) -> Tensor:
         """What a token gives to the blocks of its list [B,G,1,K], whose first entries are blocks: [B,1,H,N]."""
         keys, slots = x["keys"], listed[:, :, 0]  # [B,G,K]
         width, blocks = keys.shape[3], x["attention"].shape[3]
         taken = keys.gather(2, slots.clamp(min=0)[..., None].expand(-1, -1, -1, width))
-        rows = x["queries"][:, :1].transpose(1, 2).unflatten(1, (keys.shape[1], -1))[:, :, :, 0]
-        logits = formed(rows.float() @ taken.float().transpose(-1, -2), form)  # [B,G,R,K]
         where = x["k_pos"][:, None].expand(-1, keys.shape[1], -1).gather(2, slots.clamp(min=0))
-        seen = (slots >= 0) & mask.visible(x["positions"][:, :1, None], where)
-        share = masked(logits, seen[:, :, None])
+        where = where.masked_fill(slots < 0, -1)
+        asked = x["queries"][:, :1].transpose(1, 2), x["positions"][:, :1]
+        share = form.weights(*asked, taken, where)[:, :, :, 0]  # [B,G,R,K]
         few = slots.shape[2] - self.sinks - self.tail  # tokens of blocks
         most = share[..., :few].unflatten(3, (-1, self.block)).amax(4)  # [B,G,R,b]
         number = slots[..., :few].unflatten(2, (-1, self.block))[..., 0]
@@ -234,32 +237,28 @@ class Histories(Fitted, Tokens):
 
     def _noted(
         self,
-        mask: Mask,
-        form: tuple[float, float],
+        asked: list[str],
+        form: Form,
         chose: Tensor,
-        queries: Tensor,
-        positions: Tensor,
-        k_pos: Tensor,
-        slots: Tensor,
-        keys: Tensor,
-        noted: Tensor,
-        attention: Tensor,
-        places: Tensor,
+        *values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """State after a call of whose last tokens some look at all keys."""
+        x = dict(zip((*asked, "noted", "attention", "places"), values, strict=True))
+        queries, positions, attention = x["queries"], x["positions"], x["attention"]
         last = positions.amax(1, keepdim=True)  # [B,1]
         count = torch.sym_min(positions.shape[1], self.ring)
         wanted = last - torch.arange(count, device=last.device)  # [B,E], the newest first
         index = (wanted - positions[:, :1]).clamp(min=0, max=positions.shape[1] - 1)
         rows = queries.gather(1, index[..., None, None].expand(-1, -1, *queries.shape[2:]))
         blocks = attention.shape[3]
-        true = self.looked(rows, wanted, k_pos, keys, blocks, mask, form)  # [B,E,H,N]
+        whole = replace(form, sink=x.get("sink"))
+        true = self.looked(rows, wanted, x["k_pos"], x["keys"], blocks, whole)  # [B,E,H,N]
         numbers = torch.arange(blocks, device=last.device)
-        inside = self.between(slots[:, None] + index, numbers)
+        inside = self.between(x["slots"][:, None] + index, numbers)
         true = true.masked_fill(~inside[:, :, None], 0.0)
         looks = (wanted.remainder(self.every) == 0) | ~chose
-        new = torch.where(looks[..., None, None], true, noted)
-        return self._placed(new, positions, attention, places)
+        new = torch.where(looks[..., None, None], true, x["noted"])
+        return self._placed(new, positions, attention, x["places"])
 
     def looked(
         self,
@@ -268,35 +267,20 @@ class Histories(Fitted, Tokens):
         k_pos: Tensor,
         keys: Tensor,
         blocks: int,
-        mask: Mask,
-        form: tuple[float, float],
+        form: Form,
     ) -> Tensor:
         """What tokens, queries [B,E,H,D] at positions [B,E], give to each of so many blocks of all keys: [B,E,H,N]."""
-        batch, tokens, heads, width = queries.shape
-        groups = keys.shape[1]
-        rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
-        logits = formed(rows.float() @ keys.float().transpose(-1, -2), form)
-        logits = logits.reshape(batch, heads, tokens, -1)
-        share = masked(logits, mask.visible(positions[:, None, :, None], k_pos[:, None, None]))
+        asked = queries.transpose(1, 2), positions, keys, k_pos[:, None]
+        share = form.weights(*asked).flatten(1, 2)  # [B,H,E,C]
         first = positions[:, 0] * 0
         found = kv_pages(share.permute(0, 1, 3, 2), first, blocks, self.block).amax(3)  # [B,H,N,E]
         most: Tensor = found.permute(0, 3, 1, 2)
         return most
 
-    def _kept(
-        self,
-        chose: Tensor,
-        queries: Tensor,
-        positions: Tensor,
-        k_pos: Tensor,
-        slots: Tensor,
-        keys: Tensor,
-        noted: Tensor,
-        attention: Tensor,
-        places: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _kept(self, asked: list[str], chose: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
         """State after a call of one token that reads what it chose."""
-        return self._placed(noted, positions, attention, places)
+        x = dict(zip((*asked, "noted", "attention", "places"), values, strict=True))
+        return self._placed(x["noted"], x["positions"], x["attention"], x["places"])
 
     def _placed(
         self, new: Tensor, positions: Tensor, attention: Tensor, places: Tensor
@@ -313,20 +297,6 @@ class Histories(Fitted, Tokens):
             torch.where(here[..., None, None], taken, attention),
             torch.where(here, place, places),
         )
-
-
-def formed(products: Tensor, form: tuple[float, float]) -> Tensor:
-    """Logits of products: times the scale, capped."""
-    scale, cap = form
-    logits = products * scale
-    return torch.tanh(logits / cap) * cap if cap else logits
-
-
-def masked(logits: Tensor, seen: Tensor) -> Tensor:
-    """Their shares; 0 where nothing is seen."""
-    lowest = torch.finfo(logits.dtype).min
-    share: Tensor = logits.masked_fill(~seen, lowest).softmax(-1).masked_fill(~seen, 0.0)
-    return share
 
 
 def _looks(editor: Editor, build: Build, method: Histories, node: fx.Node) -> fx.Node:

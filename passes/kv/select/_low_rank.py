@@ -19,7 +19,7 @@ from accel.ir.entries.squares import SQUARES, squares_of
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.low_rank import LowRank as Plan
-from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.attention import Form, form_of, operands_of
 from accel.ir.ops.pages import fetch_pages
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
@@ -33,7 +33,6 @@ from accel.passes.kv._shared.slots import written
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select import Base
 from accel.passes.kv.select._build import Build, graph_of, region_call
-from accel.passes.kv.select._where import Form
 from accel.passes.state.recurrent import buffer
 
 CODED = name_of(Part.LOW_RANK, detail="coded")  # [B]: the keys of so many first tokens are kept
@@ -117,7 +116,7 @@ class LowRank(Base):
         stored = self._stored(build, node)
         low, basis, coded = self._kept(build, node)
         rotation = rotation_of(program, appended(node), "keys", _INSTEAD)
-        mask = Form(x.mask, x.window, float(x.scale), float(x.softcap))
+        mask = form_of(x)
         with editor.graph.inserting_before(node):
             by_token = self._asked(build, node)
             slots = program.step.input("slots")
@@ -183,7 +182,7 @@ class LowRank(Base):
     def _split(
         self,
         parts: list[str],
-        mask: Mask,
+        mask: Form,
         queries: Tensor,
         q_pos: Tensor,
         k_pos: Tensor,

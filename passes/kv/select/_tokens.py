@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops.attention import operands_of
+from accel.ir.ops.attention import Form, form_of, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, State
 from accel.ir.region import Conditional, sizes
@@ -19,7 +19,6 @@ from accel.ir.sizes import FEW
 from accel.ir.state import Part
 from accel.passes.kv.select import SPARSE, Base, Sizes
 from accel.passes.kv.select._build import Build, graph_of, region_call
-from accel.passes.kv.select._where import Form
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import Parts
 
@@ -121,7 +120,7 @@ class Tokens(Base):
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
             slots = program.step.input("slots")
             given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, *read.values(), *held)
-            mask = Form(x.mask, x.window, float(x.scale), float(x.softcap))
+            mask = form_of(x)
             choose = partial(method._chosen, list(read), list(declared), mask)
             key = "choose", method, mask, *read
             merges = int(sizes(x.v)[3]) if self.merges else 0

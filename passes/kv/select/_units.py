@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from accel.ir.entries.group import GROUP
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.invariants import Invariant
-from accel.ir.ops.attention import Mask, attention, operands_of
+from accel.ir.ops.attention import Form, attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.units import best_tokens, units_seen
@@ -173,14 +173,15 @@ class Units(_Grouped, Tokens):
         return x["queries"], _own(x), {}
 
     def choose(
-        self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
+        self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The sinks, the newest tokens, and those of the best units that the token of the search had behind it."""
         label, k_pos = x["label"], x["k_pos"]
         (batch, tokens, heads, width), groups = x["queries"].shape, label.shape[1]
         queries, at, new = self.search(x, before, known)
         rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
-        scores = self.score(rows, {n: x[n] for n in self.parts(width)})
+        known_of = {"queries": rows, "parts": {n: x[n] for n in self.parts(width)}, "form": mask}
+        scores = named_call(self.score, known_of)
         places = torch.arange(k_pos.shape[1], device=at.device)
         seen = mask.visible(x["positions"][..., None], k_pos[:, None])  # [B,T,C]
         seen = seen & (places >= self.sinks) & (places < self.grouped(at, x["origin"])[..., None])

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Form
 from accel.ir.ops.choice import best_pages, pages_before
-
-
-@dataclass(frozen=True)
-class Form(Mask):
-    """What a query sees, and what makes logits of its products with keys: a scale, and a cap where it is not 0."""
-
-    scale: float = 1.0
-    softcap: float = 0.0
-
-    def logits(self, products: Tensor) -> Tensor:
-        """Of products of any shape; the lowest number is not put where nothing is seen."""
-        logits = products * self.scale
-        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
 
 @dataclass(frozen=True)
@@ -31,7 +17,7 @@ class Where:
     q_pos: Tensor
     k_pos: Tensor
     slots: Tensor
-    mask: Mask
+    mask: Form
 
     @property
     def tokens(self) -> int:

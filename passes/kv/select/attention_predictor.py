@@ -98,11 +98,9 @@ class AttentionPredictor(Histories):
 
     def noted(self, told: Observed, start: int, stop: int) -> Tensor:
         """What tokens start..stop-1 of rows give to blocks between their sinks and window [B,H,stop-start,N]."""
-        heads, tokens = told.queries.shape[1], told.keys.shape[2]
-        keys = told.keys.repeat_interleave(heads // told.keys.shape[1], dim=1).float()
-        logits = told.queries[:, :, start:stop].float() @ keys.transpose(-1, -2) * told.scale
-        places = torch.arange(start, stop)
-        share = logits.masked_fill(places[:, None] < torch.arange(tokens), -torch.inf).softmax(-1)
+        tokens, at, places = told.keys.shape[2], told.positions, torch.arange(start, stop)
+        asked = told.queries[:, :, start:stop], at[:, start:stop], told.keys, at[:, None]
+        share = told.form.weights(*asked).flatten(1, 2)
         share = F.pad(share, (0, -tokens % self.block)).unflatten(3, (-1, self.block)).amax(4)
         kept: Tensor = share * self.between(places[None], torch.arange(share.shape[3]))
         return kept

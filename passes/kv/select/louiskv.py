@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
 from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._units import Units, _own, k_means, marked, means_of
 
@@ -21,7 +21,7 @@ class Louiskv(Units):
     """A token whose query has a mean cosine over the heads below `boundary` with that of the token before it searches;
     the others choose by the query of the last search.
 
-    A unit is worth the mean over a group's query heads of softmax(q · mean / √D) over the units. Units of a prompt
+    A unit is worth the mean over a group's query heads of softmax(q · mean) over the units. Units of a prompt
     are clusters of keys (k-means by cosine, `rounds` of it), those of generated text end at boundaries: each token
     that searches begins one. The `every` tokens of a segment, the paper's local buffer, become at most `every` / `size`
     units, neighbouring ones together where there are more. Tokens that read everything, since there were no more than
@@ -75,9 +75,8 @@ class Louiskv(Units):
         found = ((begins > 0) | runs).long().cumsum(1)
         return found - found[:, :1]
 
-    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        worth: Tensor = super().score(queries, parts) / math.sqrt(queries.shape[3])
-        return worth
+    def score(self, queries: Tensor, parts: dict[str, Tensor], form: Form) -> Tensor:  # type: ignore[override]
+        return form.logits(super().score(queries, parts))
 
     def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
         """Scores of a group's heads [B,G,R,T,U] -> the logarithm of the sum of their shares [B,G,T,U], which does not

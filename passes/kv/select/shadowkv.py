@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
 from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._low_rank import LowRank
 from accel.passes.kv.select._where import Where
@@ -71,11 +72,8 @@ class Shadowkv(LowRank):
         norms = (keys.square().sum(-1) * landmark.square().sum(-1, keepdim=True)).sqrt()
         return {"landmark": landmark, "likeness": (products / norms.clamp(min=1e-12)).amin(3)}
 
-    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        worth: Tensor = (
-            queries.float() @ parts["landmark"].transpose(-1, -2) / queries.shape[3] ** 0.5
-        )
-        return worth
+    def score(self, queries: Tensor, parts: dict[str, Tensor], form: Form) -> Tensor:
+        return form.logits(queries.float() @ parts["landmark"].transpose(-1, -2))
 
     def choice(self, x: Mapping[str, Any], where: Where, heads: int) -> Tensor:
         likeness, tokens = x["parts"]["likeness"], where.tokens
@@ -92,7 +90,7 @@ class Shadowkv(LowRank):
             blank.scatter(3, listed, torch.ones_like(listed, dtype=odd.dtype))[..., :pages] > 0
         )
         rest = far & ~outlier & where.seen(pages, self.page)
-        scores = self.score(x["queries"], x["parts"]).unflatten(2, (heads, tokens))
+        scores = self.score(x["queries"], x["parts"], x["form"]).unflatten(2, (heads, tokens))
         lowest = torch.finfo(torch.float32).min / 2
         shares = torch.where(scores.isnan(), lowest, scores)
         shares = shares.masked_fill(~rest.unsqueeze(2), lowest).log_softmax(-1)

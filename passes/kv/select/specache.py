@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
-from accel.ir.ops.attention import operands_of
+from accel.ir.ops.attention import Form, operands_of
 from accel.ir.ops.choice import best_pages
 from accel.ir.ops.groups import block_sizes, group_dequantize, midpoint_quantize
 from accel.ir.ops.kv import kv_append
@@ -26,7 +26,6 @@ from accel.ir.trace import trace
 from accel.passes.kv.select import LARGEST, Sizes
 from accel.passes.kv.select._build import Build
 from accel.passes.kv.select._tokens import Tokens
-from accel.passes.kv.select._where import Form
 from accel.passes.state.recurrent import buffer
 
 _ROLES = {"k": "rows", "v": "channels"}  # of one scale: tokens of a channel, channels of a token

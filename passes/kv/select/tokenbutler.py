@@ -163,7 +163,7 @@ class TokenButler(Features):
             repeat = told.queries.shape[1] // groups
             foretold = queries.transpose(1, 2) @ keys.repeat_interleave(repeat, 1).transpose(-1, -2)
             logits = told.queries @ told.keys.repeat_interleave(repeat, 1).transpose(-1, -2)
-            wrong.append((foretold - logits * told.scale)[..., seen].square().mean())
+            wrong.append((foretold - told.form.logits(logits))[..., seen].square().mean())
         return torch.stack(wrong).mean()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.attention import Form, operands_of
 from accel.ir.ops.choice import best_pages, head_votes, key_products
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
@@ -88,7 +88,7 @@ class Tokenselect(Tokens):
         return found
 
     def choose(
-        self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
+        self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         keys, positions, k_pos, slots = x["keys"], x["positions"], x["k_pos"], x["slots"]
         queries, turned = self.turned(x)

@@ -33,7 +33,6 @@ class Base(Pass, Method, ABC):
     | `positions` [B,S] | position of each slot; -1: empty |
     | `weights` [B,H,N,S] | attention weights of these queries; 0 of a query that is not there |
     | `before` [B,S] | scores of the layers before that scored, of this stage and of earlier ones; 0 where none did |
-    | `scale` | attention scale of q k^T |
 
     It returns scores [B,S]; the highest stay. The last layer of a stage computes it, or, with `every`, all layers of a
     stage in their order. With `observe` = 0 each call of a long prompt scores with its own queries, and `before` holds

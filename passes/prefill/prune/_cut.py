@@ -166,7 +166,6 @@ def _scores(
             "query_positions": x["q_pos"],
             "keys": x["k"],
             "positions": x["k_pos"],
-            "scale": x["scale"],
             "before": so_far,
         }
         if "weights" in names:

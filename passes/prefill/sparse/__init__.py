@@ -52,12 +52,13 @@ class Base(Pass, Choice):
     |---|---|
     | `queries` [B,H,T,D] | of the segment, after RoPE |
     | `keys` [B,G,C,D] | of all slots, after RoPE |
-    | `logits` [B,G,R,W,C] | scale q k^T of the segment's last `observe` queries; the lowest number where hidden |
+    | `logits` [B,G,R,W,C] | scores of the segment's last `observe` queries; the lowest number where hidden |
+    | `attention` [B,G,R,W,C] | their softmax, beside the layer's sink if it has one; of a NaN 0 |
     | `first` [B] | the segment's first slot |
     | `earlier` [B,C] | whether a slot is before the segment |
     | `past` [B,NB] | whether a block is |
     | `slots` [B,G,S] | the slot of each key in the order of blocks, where a method orders them |
-    | `scale` | attention scale of q k^T |
+    | `form` | what makes attention of q k^T: scale, cap, sink (`ir.ops.attention.Form`) |
     | `high`, `low` [B,G,NB,D] | what `summary` gives |
 
     Tokens of later segments are not there yet: estimates are of the segment's own last queries. There is one

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.ir.ops.attention import Form
+
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -34,25 +36,19 @@ class Inputs:
 
 
 def last_logits(
-    q: Tensor, k: Tensor, positions: Tensor, first: Tensor, last: int, scale: float
+    q: Tensor, k: Tensor, positions: Tensor, first: Tensor, last: int, form: Form
 ) -> Tensor:
-    """scale q k^T of the `last` queries of a segment, q [B,H,T,D], with all keys [B,G,C,D] -> [B,G,R,W,C]; the
+    """Scores of the `last` queries of a segment, q [B,H,T,D], with all keys [B,G,C,D] -> [B,G,R,W,C]; the
     lowest number where the key is after the query, or empty.
     """
     rows = last_queries(q, last)
-    queries = q[:, :, rows].unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])).float()
-    flat = queries.flatten(2, 3)  # [B,G,R·W,D]
-    logits = (flat @ k.float().transpose(-1, -2)) * scale
-    logits = logits.unflatten(2, (queries.shape[2], last))
     own = positions.gather(1, first[:, None] + rows)  # [B,W]
-    hidden = (positions < 0)[:, None] | (positions[:, None] > own[..., None])  # [B,W,C]
-    visible: Tensor = logits.masked_fill(hidden[:, None, None], LOWEST)
-    return visible
+    return form.scores(q[:, :, rows], own, k, positions[:, None])
 
 
-def probabilities(logits: Tensor) -> Tensor:
-    """Softmax of `logits` along the keys; a NaN attends to nothing."""
-    return torch.nan_to_num(logits, nan=LOWEST).softmax(-1)
+def probabilities(logits: Tensor, form: Form) -> Tensor:
+    """Attention of `logits` along the keys; a NaN attends to nothing."""
+    return form.shares(torch.nan_to_num(logits, nan=LOWEST))
 
 
 def diagonals(attention: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
-from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.attention import Form, attention, form_of, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program
@@ -17,7 +18,7 @@ from accel.ir.region import Entry, Region
 from accel.ir.state import POSITIONS, Part
 from accel.ir.trace import Renamed, trace
 from accel.passes.prefill._entry import added, copied, finished, observed, states
-from accel.passes.prefill.sparse._inputs import LOWEST, Inputs, last_logits
+from accel.passes.prefill.sparse._inputs import LOWEST, Inputs, last_logits, probabilities
 
 _SLOTS = 59  # example number of slots, beyond those of the blocks
 
@@ -129,10 +130,13 @@ def _gathered(
         holder.meta["val"] = before.meta["val"]
         call.args = (*call.args, before)
         operands.append(holder)
-    pick = gather(method, x.scale, x.v is x.k)
+    if x.sink is not None:
+        operands.append(x.sink)
+    own_form, has_sink = form_of(x), x.sink is not None
+    pick = gather(method, own_form, x.v is x.k, has_sink)
     with region.graph.inserting_before(node):
         editor = Editor(program, region.graph)
-        key = ("sparse", method, x.scale, x.v is x.k)
+        key = ("sparse", method, own_form, x.v is x.k, has_sink)
         found = trace(editor, region.name, pick, *operands, like=node, key=key)
     old = found["old"], found.get("old_v", found["old"])
     own = found["own"], found.get("own_v", found["own"])
@@ -143,16 +147,20 @@ def _gathered(
     return added(call, found["weights"]) if method.fuses else None
 
 
-def gather(method: Method, scale: float, shared: bool) -> Callable[..., dict[str, Tensor]]:
+def gather(
+    method: Method, form: Form, shared: bool, sink: bool = False
+) -> Callable[..., dict[str, Tensor]]:
     """A function of queries [B,H,T,D], keys [B,G,C,D], their positions [B,C], the first own slot [B], values
-    (unless they are `shared` with the keys) and, from the second layer on, the weights of the one before:
-    the keys, values and positions of the chosen slots [B,G,M,…] and of the segment itself [B,G,T,…].
+    (unless they are `shared` with the keys), from the second layer on the weights of the one before, and the layer's
+    `sink` [H], if any: the keys, values and positions of the chosen slots [B,G,M,…] and of the segment itself
+    [B,G,T,…].
     """
 
     def pick(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, *more: Tensor) -> dict[str, Tensor]:
         values, more = (k, more) if shared else (more[0], more[1:])
         groups = k.shape[1]
-        slots, weights = chosen(method, q, k, pos, first, scale, *more)
+        whole = replace(form, sink=more[-1]) if sink else form
+        slots, weights = chosen(method, q, k, pos, first, whole, *(more[:-1] if sink else more))
         old_pos = pos[:, None].expand(-1, groups, -1).gather(2, slots.clamp(min=0))
         own = first[:, None] + torch.arange(q.shape[2], device=k.device)  # [B,T]
         hidden = (slots < 0) | (slots >= first[:, None, None])
@@ -173,15 +181,16 @@ def gather(method: Method, scale: float, shared: bool) -> Callable[..., dict[str
 
 
 def chosen(
-    method: Method, q: Tensor, k: Tensor, pos: Tensor, first: Tensor, scale: float, *before: Tensor
+    method: Method, q: Tensor, k: Tensor, pos: Tensor, first: Tensor, form: Form, *before: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The slots that a segment reads before its own, [B,G,M] (-1: nothing), and the weights or scores of blocks
     [B,G,NB] that they were chosen by.
     """
     size, groups, width = method.block, k.shape[1], k.shape[3]
-    inputs = Inputs({"queries": q, "keys": k, "first": first, "scale": scale})
+    inputs = Inputs({"queries": q, "keys": k, "first": first, "form": form})
     inputs.add(
-        {"logits": lambda: last_logits(q, k, pos, first, method.observe, scale)}
+        {"logits": lambda: last_logits(q, k, pos, first, method.observe, form)}
+        | {"attention": lambda: probabilities(inputs["logits"], form)}
         | {"earlier": lambda: torch.arange(k.shape[2], device=k.device) < first[:, None]}
     )
     held = None  # the slot of each key in the order of blocks [B,G,S]; None: its number

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from accel.ir.ops.attention import Form
 from accel.passes.prefill.sparse import Base
 
 
@@ -17,9 +18,8 @@ class Template(Base):
 
     small: ClassVar[Mapping[str, Any]] = {"segment": 8, "block": 4, "budget": 8, "threshold": 8}
 
-    def score(self, queries: Tensor, high: Tensor, low: Tensor, scale: float) -> Tensor:
-        mean = queries.float().mean(2) * scale  # [B,H,D]
-        groups = mean.unflatten(1, (high.shape[1], -1)).sum(2)  # [B,G,D]
+    def score(self, queries: Tensor, high: Tensor, low: Tensor, form: Form) -> Tensor:
+        mean = queries.float().mean(2)  # [B,H,D]
+        groups = mean.unflatten(1, (high.shape[1], -1))  # [B,G,R,D]
         middle = (high.float() + low.float()) / 2  # [B,G,NB,D]
-        worth: Tensor = (middle @ groups[..., None])[..., 0]
-        return worth
+        return form.logits(groups @ middle.transpose(-1, -2)).sum(2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
 from accel.passes.prefill.sparse import Base
 
 
@@ -36,11 +37,11 @@ class CritiPrefill(Base):
                 f"prefill.sparse.critiprefill: fusion is {self.fusion}; give a fraction of at least 0 and below 1"
             )
 
-    def score(self, queries: Tensor, high: Tensor, low: Tensor, scale: float) -> Tensor:
-        middle = (queries.amax(2) + queries.amin(2)) * (scale / 2)  # [B,H,D]
+    def score(self, queries: Tensor, high: Tensor, low: Tensor, form: Form) -> Tensor:
+        middle = (queries.amax(2) + queries.amin(2)) / 2  # [B,H,D]
         groups = middle.unflatten(1, (high.shape[1], -1)).float()  # [B,G,R,D]
         best, worst = (groups @ x.float().transpose(-1, -2) for x in (high, low))  # [B,G,R,NB]
-        return torch.maximum(best, worst).mean(2)
+        return form.logits(torch.maximum(best, worst)).mean(2)
 
     def fuse(self, weights: Tensor, before: Tensor) -> Tensor:
         return self.fusion * before + (1 - self.fusion) * weights

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
 from accel.passes.prefill.sparse import Base
 from accel.passes.prefill.sparse._inputs import (
     LOWEST,
@@ -18,7 +19,6 @@ from accel.passes.prefill.sparse._inputs import (
     diagonals,
     last_queries,
     mean_queries,
-    probabilities,
     ranks,
     share_before,
 )
@@ -64,16 +64,15 @@ class FlexPrefill(Base):
     def score(
         self,
         queries: Tensor,
-        logits: Tensor,
+        attention: Tensor,
         mean: Tensor,
         past: Tensor,
         first: Tensor,
-        scale: float,
+        form: Form,
     ) -> Tensor:
         blocks, own = mean.shape[2], self.segment // self.block
-        attention = probabilities(logits)  # [B,G,R,W,C]
-        vertical = attention.mean(3)  # [B,G,R,C]
-        slash = diagonals(attention)[..., : vertical.shape[3]] / self.observe
+        vertical = _of_all(attention.mean(3))  # [B,G,R,C]
+        slash = _of_all(diagonals(attention)[..., : vertical.shape[3]] / self.observe)
         columns = self._pooled(vertical, blocks)  # [B,G,R,NB]
         lines = self._pooled(slash, blocks)
 
@@ -84,10 +83,10 @@ class FlexPrefill(Base):
         )  # [B,J], the newest block that a block of queries reads
         causal = (number <= newest[..., None])[:, None, None]  # [B,1,1,J,NB]
         rows = mean_queries(queries, self.block, own).unflatten(1, (groups, -1))  # [B,G,R,J,D]
-        table = _softmax((rows @ mean[:, :, None].transpose(-1, -2)) * scale, causal)
+        table = _softmax(form.logits(rows @ mean[:, :, None].transpose(-1, -2)), causal)
         last = queries[:, :, last_queries(queries, self.observe)].float().mean(2)
         last = last.unflatten(1, (groups, -1))  # [B,G,R,D]
-        estimate = _softmax((last @ mean.transpose(-1, -2)) * scale, causal[:, :, :, -1])
+        estimate = _softmax(form.logits(last @ mean.transpose(-1, -2)), causal[:, :, :, -1])
         aware = _divergence(estimate, columns).sqrt() < self.tau  # [B,G,R]
 
         down = self._listed(columns, self._count(vertical, aware))
@@ -119,6 +118,11 @@ class FlexPrefill(Base):
         """The rank of each block, where the list has it."""
         place = ranks(blocks)
         return torch.where(place < count[..., None], place.float(), _NONE)
+
+
+def _of_all(weights: Tensor) -> Tensor:
+    """As shares of what all tokens [...,N] draw: a model's sink draws the rest."""
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 def _softmax(logits: Tensor, seen: Tensor) -> Tensor:

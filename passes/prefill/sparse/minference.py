@@ -11,11 +11,12 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
 from accel.ir.program import Program
 from accel.ir.tables import Observed
 from accel.passes.kv._shared.tables import observed
 from accel.passes.prefill.sparse import Base
-from accel.passes.prefill.sparse._inputs import best_of_next, diagonals, mean_queries, probabilities
+from accel.passes.prefill.sparse._inputs import LOWEST, best_of_next, diagonals, mean_queries
 from accel.passes.prefill.sparse._segment import chosen
 from accel.passes.weights._calibrated import calibration_of
 
@@ -76,28 +77,28 @@ class MInference(Base):
         """See Base."""
         return {"mean": blocks.float().mean(3)}
 
-    def score_columns(self, logits: Tensor) -> Tensor:
-        vertical = probabilities(logits).sum((2, 3))  # [B,G,C]
+    def score_columns(self, attention: Tensor) -> Tensor:
+        vertical = attention.sum((2, 3))  # [B,G,C]
         number = torch.arange(vertical.shape[2], device=vertical.device)
         vertical = vertical + _ALWAYS * (number < self.sinks)
         first = (-number.float()).expand_as(vertical)
         return self._by_head(vertical, first, torch.full_like(vertical, -torch.inf))
 
     def score(
-        self, logits: Tensor, first: Tensor, queries: Tensor, mean: Tensor, scale: float
+        self, attention: Tensor, first: Tensor, queries: Tensor, mean: Tensor, form: Form
     ) -> Tensor:
-        slash = diagonals(probabilities(logits).sum(2))  # [B,G,C+W-1]
+        slash = diagonals(attention.sum(2))  # [B,G,C+W-1]
         distance = (first + queries.shape[2] - 1)[:, None] - torch.arange(
             slash.shape[2], device=slash.device
         )
         slash = slash + _ALWAYS * (distance < self.near)[:, None]
-        lines = crossed(slash, logits.shape[4] // self.block, self.block, self.segment)
+        lines = crossed(slash, attention.shape[4] // self.block, self.block, self.segment)
         if not self.patterns:
             return lines
         newest = torch.arange(lines.shape[2], device=lines.device).float().expand_as(lines)
         rows = mean_queries(queries, self.block, self.segment // self.block)
         rows = rows.unflatten(1, (mean.shape[1], -1)).flatten(2, 3)  # [B,G,R·J,D]
-        pooled = ((rows @ mean.transpose(-1, -2)) * scale).amax(2)
+        pooled = form.logits(rows @ mean.transpose(-1, -2)).amax(2)
         return self._by_head(lines, newest, pooled)
 
     def _by_head(self, *patterns: Tensor) -> Tensor:
@@ -131,21 +132,19 @@ class MInference(Base):
         first = torch.tensor([start])
         queries = x.queries[:, :, start : start + half["segment"]].float()
         keys, values = x.keys.float(), x.values.float()
-        grouped = queries.unflatten(1, (groups, -1))
-        logits = grouped @ keys[:, :, None].transpose(-1, -2) * x.scale  # [1,G,R,T,S]
         at, number = start + torch.arange(queries.shape[2]), torch.arange(length)
-        logits = logits.masked_fill(number > at[:, None], -torch.inf)
-        want = logits.softmax(-1) @ values[:, :, None]
+        scores = x.form.scores(queries, at[None], keys, number[None, None])  # [1,G,R,T,S]
+        want = x.form.shares(scores) @ values[:, :, None]
         found = []
         for pattern in range(len(PATTERNS)):
             one: Base = replace(self, **half)._with([pattern] * groups)
-            slots, _ = chosen(one, queries, keys, number[None], first, x.scale)
+            slots, _ = chosen(one, queries, keys, number[None], first, x.form)
             read = torch.zeros(1, groups, length + 1).scatter(
                 2, slots.where(slots >= 0, length), 1.0
             )
             read = read[..., :-1].bool() | (number >= start)
-            some = logits.masked_fill(~read[:, :, None, None], -torch.inf)
-            off = (some.softmax(-1) @ values[:, :, None] - want).abs() > _APART
+            some = scores.masked_fill(~read[:, :, None, None], LOWEST)
+            off = (x.form.shares(some) @ values[:, :, None] - want).abs() > _APART
             found.append(off.sum((0, 2, 3, 4)))
         return torch.stack(found)
 

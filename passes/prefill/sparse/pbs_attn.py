@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import Form
 from accel.passes.prefill.sparse import Base
 from accel.passes.prefill.sparse._inputs import LOWEST, mean_queries, share_before
 
@@ -46,19 +47,19 @@ class PbsAttn(Base):
     def summary(self, blocks: Tensor) -> dict[str, Tensor]:
         return {"mean": blocks.float().mean(3)}
 
-    def order(self, logits: Tensor, earlier: Tensor) -> Tensor:
+    def order(self, logits: Tensor, earlier: Tensor, form: Form) -> Tensor:
         seen = torch.nan_to_num(logits, nan=LOWEST).masked_fill(
             ~earlier[:, None, None, None], LOWEST
         )
-        return seen.softmax(-1).mean((2, 3))
+        return form.shares(seen).mean((2, 3))
 
     def score(
-        self, queries: Tensor, mean: Tensor, slots: Tensor, past: Tensor, scale: float
+        self, queries: Tensor, mean: Tensor, slots: Tensor, past: Tensor, form: Form
     ) -> Tensor:
         groups, blocks = mean.shape[1], mean.shape[2]
         rows = mean_queries(queries, self.block, self.segment // self.block)  # [B,H,J,D]
         rows = rows.unflatten(1, (groups, -1)).flatten(2, 3)  # [B,G,R·J,D]
-        logits = (rows @ mean.transpose(-1, -2)) * scale  # [B,G,R·J,NB]
+        logits = form.logits(rows @ mean.transpose(-1, -2))  # [B,G,R·J,NB]
         logits = torch.nan_to_num(logits, nan=LOWEST).masked_fill(~past[:, None, None], LOWEST)
         before = share_before(logits.softmax(-1)).amin(2)  # [B,G,NB]
         first = (slots.unflatten(2, (blocks, self.block)) == 0).any(3)

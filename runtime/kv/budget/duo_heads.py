@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from accel.ir.errors import RecipeError
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.runtime.kv.budget import Base
-from accel.runtime.kv.budget._observed import probabilities, right_places
+from accel.runtime.kv.budget._observed import right_places
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class DuoHeads(Tables, Base):
                 near = (number[:, None] - number < recent) | (number <= sinks)  # [T,T]
                 far = (known > 0) & places.any(1) & ~(places & near).any(1)
                 for layer, x in row.layers.items():
-                    probs = probabilities(x)[one][:, :, far]  # [G,R,N,T]
+                    probs = x.weights()[one][:, :, far]  # [G,R,N,T]
                     some = probs.masked_fill(~near[far], 0)
-                    some = some / some.sum(-1, keepdim=True)
+                    some = some / (1 - (probs - some).sum(-1, keepdim=True)).clamp(min=1e-30)
                     values = x.values[one].float()[:, None]
                     whole, moved = probs @ values, (probs - some) @ values
                     part = moved.square().sum(-1) / whole.square().sum(-1).clamp(min=1e-12)

@@ -11,7 +11,7 @@ import numpy as np
 from accel.ir.errors import RecipeError
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.runtime.kv.budget import Base
-from accel.runtime.kv.budget._observed import probabilities, right_places
+from accel.runtime.kv.budget._observed import right_places
 from accel.runtime.kv.budget._share import Share
 
 _FAR = 1e30  # after every slot
@@ -63,10 +63,8 @@ class HeadKVR2(Tables, Share, Base):
             open_ &= ~full
             if not open_.any():
                 break
-        if not open_[layer]:
-            return seen
-        beyond = float(left * weights[layer] / weights[open_].sum())
-        return max(1, self.window + round(beyond))
+        wanted = self.window + left * weights / max(weights[open_].sum(), _LEAST)
+        return adding_up(np.where(open_, wanted, seen), seen, round(mean * len(weights)))[layer]
 
     def most(self, tokens: int, heads: int, share: Any = None, shares: Any = None) -> int:
         """See Base."""
@@ -109,7 +107,7 @@ class HeadKVR2(Tables, Share, Base):
                 span = places[asked]  # [N,T]
                 weight = row.known[one][asked]
                 for layer, x in row.layers.items():
-                    probs = probabilities(x)[one][:, :, asked]  # [G,R,N,T]
+                    probs = x.weights()[one][:, :, asked]  # [G,R,N,T]
                     rank = probs.sort(dim=-1, descending=True).indices.sort(-1).indices
                     size = span.sum(1)
                     hit = probs.masked_fill(~(span & (rank < size[:, None])), 0).sum(3)
@@ -123,3 +121,17 @@ class HeadKVR2(Tables, Share, Base):
     def _weights(self, share: Any) -> Any:
         """What each gets of the tokens beyond the window, 1 on average."""
         return (1 - 1 / self.beta + share / self.beta).clip(min=_LEAST)
+
+
+def adding_up(wanted: Any, most: int, total: int) -> list[int]:
+    """Whole numbers near those that are wanted, from 1 to `most`, which add up to `total` where they can: those whose
+    rounding down loses most are rounded up.
+    """
+    found = np.clip(np.floor(wanted), 1, most).astype(int)
+    while (lacks := total - int(found.sum())) != 0:
+        step = 1 if lacks > 0 else -1
+        can = (found < most) if step > 0 else (found > 1)
+        if not can.any():
+            break
+        found[int(np.where(can, step * (wanted - found), -np.inf).argmax())] += step
+    return [int(n) for n in found]

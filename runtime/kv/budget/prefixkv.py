@@ -11,7 +11,6 @@ import numpy as np
 from accel.ir.errors import RecipeError
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.runtime.kv.budget import Base
-from accel.runtime.kv.budget._observed import probabilities
 from accel.runtime.kv.budget._share import Share
 
 _POINTS = 101  # shares of the tokens: 0, 0.01, … 1
@@ -63,7 +62,7 @@ class PrefixKV(Tables, Share, Base):
         for row in rows:
             layers = sorted(row.layers)
             for one in range(len(row.layers[layers[0]].keys)):
-                curves = [curve(probabilities(row.layers[i])[one]) for i in layers]
+                curves = [curve(row.layers[i].weights()[one]) for i in layers]
                 found, count = found + prefixes(curves), count + 1  # [L,N]
         return {i: {"kept": found[n] / count} for n, i in enumerate(layers)} if count else {}
 

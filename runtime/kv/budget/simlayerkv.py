@@ -43,16 +43,19 @@ class SimLayerKV(Base):
         return 1 << 40
 
     def heads(  # type: ignore[override]
-        self, keep: Any, queries: Any, keys: Any, positions: Any, seen: Any, scale: float
+        self,
+        keep: Any,
+        queries: Any,
+        query_positions: Any,
+        positions: Any,
+        seen: Any,
+        attends: Any,
     ) -> Any:
         """See Base."""
-        groups = keys.shape[1]
-        last = queries[:, :, -1:].unflatten(1, (groups, -1)).flatten(2, 3).float()  # [B,G,R,D]
         there = positions >= 0
-        logits = (last @ keys.float().transpose(-1, -2)) * scale
-        weights = logits.masked_fill(~there[:, :, None], -1e30).softmax(-1)
+        weights = attends(queries[:, :, -1:], query_positions[:, -1:])[:, :, :, 0]  # [B,G,R,S]
         near = (positions < self.sinks) | (positions >= (seen - self.recent)[:, None, None])
-        mass = weights.masked_fill(~(near & there)[:, :, None], 0).sum(-1).flatten(1).mean(1)
-        lazy = (mass > self.threshold)[:, None]
-        few = keep[:, None].expand(-1, groups)
+        far = weights.masked_fill(near[:, :, None], 0).sum(-1)  # a sink is none of it
+        lazy = ((1 - far).flatten(1).mean(1) > self.threshold)[:, None]
+        few = keep[:, None].expand(-1, positions.shape[1])
         return few.where(lazy, there.sum(2))

@@ -33,6 +33,16 @@ def snapkv() -> Iterator[Row]:
     yield Row("… 5, the first two layers whole", dense("snapkv", QUARTER))
 
 
+def when() -> Iterator[Row]:
+    """A prompt that is cut once it is whole, as papers do, or every 128 tokens on its way."""
+    for use in ("h2o", "keyformer", "critic", "tova", "a2sf"):
+        yield Row(f"`{use}`, a whole prompt", evict(use, QUARTER))
+        yield Row("… cut on its way", evict(use, QUARTER, more={"kv.when": {"use": "every"}}))
+    for told, more in (("a whole prompt", {}), ("cut on its way", {"kv.when": {"use": "every"}})):
+        absorb = {"kv.keep": {"use": "less"}, **more}
+        yield Row(f"`less`, {told}", evict("h2o", QUARTER, more=absorb, recent=16))
+
+
 def expected_attention() -> Iterator[Row]:
     for use, told in (
         ("expected-attention", "`expected-attention`"),

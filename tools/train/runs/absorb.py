@@ -85,26 +85,26 @@ class Absorbing:
         """The share of the error of dropping that is left where what goes is absorbed."""
         q, k, v = x.queries.float(), x.keys.float(), x.values.float()
         groups, repeat, length = k.shape[1], q.shape[1] // k.shape[1], k.shape[2]
-        wide = [t.repeat_interleave(repeat, dim=1) for t in (k, v)]
+        wide, at = v.repeat_interleave(repeat, dim=1), x.positions
         with torch.no_grad():
-            scores = q @ wide[0].transpose(2, 3) * x.scale
-            later = torch.ones(length, length, dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(later, -torch.inf)
-            mass = scores[:, :, :cut, :cut].softmax(-1).sum(2).unflatten(1, (groups, -1)).sum(2)
+            scores = x.form.scores(q, at, k, at[:, None])  # [B,G,R,T,T]
+            mass = x.form.shares(scores)[:, :, :, :cut, :cut].sum((2, 3))
             mass[..., cut - max(1, int(kept * NEWEST)) :] = torch.inf
             stays = torch.zeros_like(mass, dtype=torch.bool)
             stays.scatter_(2, mass.topk(kept, dim=2).indices, True)
             gone = torch.nn.functional.pad(~stays, (0, length - cut))  # [B,G,T]
-            scores = scores[:, :, cut:]
-            want = scores.softmax(-1) @ wide[1]
-            hidden = gone.repeat_interleave(repeat, dim=1)[:, :, None]
-            scores = scores.masked_fill(hidden, -torch.inf)
-            dropped, lse = scores.softmax(-1) @ wide[1], scores.logsumexp(-1)
+            scores = scores[:, :, :, cut:]
+            want = x.form.shares(scores).flatten(1, 2) @ wide
+            scores = scores.masked_fill(gone[:, :, None, None], torch.finfo(torch.float32).min)
+            dropped, lse = (
+                x.form.shares(scores).flatten(1, 2) @ wide,
+                x.form.total(scores).flatten(1, 2),
+            )
         state = {
             n: torch.zeros(len(k), groups, *size)
             for n, size in self.method.absorbed(k.shape[3], v.shape[3]).items()
         }
-        told = {"scale": x.scale, "softcap": 0.0, **part}
+        told = {"scale": x.form.scale, "softcap": x.form.softcap, **part}
         state = call(self.method.absorb, {**told, **state, "keys": k, "values": v, "gone": gone})
         beside = call(self.method.read, {**told, **state, "queries": q[:, :, cut:]})
         found = merged(dropped, lse, *beside)[0]

@@ -12,7 +12,7 @@ from run import Run
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from accel.ir.ops.attention import Operands, attention, weights
+from accel.ir.ops.attention import Operands, attention, form_with, weights
 from accel.ir.ops.op import REFERENCES
 from accel.ir.program import Program, compute, operand
 from accel.passes.calibrate import feeds
@@ -86,7 +86,7 @@ class Soft:
                 output = weight.unflatten(1, (x.q.shape[1], -1)).permute(1, 2, 0)
                 count = 2 * tokens.shape[1]
                 found[layer] = Lesson(
-                    values[self.hidden[layer]], x.q, x.k[:, :, :count], x.v[:, :, :count], output, x.scale
+                    values[self.hidden[layer]], x.q, x.k[:, :, :count], x.v[:, :, :count], output, form_with(x)
                 )  # fmt: skip
         return found
 
