@@ -140,7 +140,7 @@ def _apart(step: Pass, after: Pass) -> bool:
 
 
 def _blame(check: Check, group: Sequence[Pass], program: Program) -> None:
-    """Run passes again, each checked. Raises PassError, which names the first that changed what the program computes."""
+    """Run passes again, each checked. Raises PassError for the first that changed what the program computes."""
     for step in group:
         _apply(step, program)
         _measure(check, step, program)

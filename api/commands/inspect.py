@@ -10,7 +10,7 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, size, table
-from accel.commands.show import show_chain, show_steps, show_tuning
+from accel.commands.show import seconds_text, show_chain, show_steps, show_tuning
 from accel.compiler.layer_summary import picture, why_not
 from accel.compiler.report import adapters_text, cross_bytes, state_bytes, state_text, weights_text
 from accel.ir.facts import FEATURES
@@ -144,6 +144,7 @@ def _show(artifact: Artifact) -> None:
         *adapters_text(facts.to_json().get("adapters"), size),
         ("state", f"{state_text(state, size)}, {len(state)} buffers"),
         ("largest error", ", ".join(f"{n} {error_text(e)}" for n, e in errors.items())),
+        ("seconds", seconds_text(manifest.report)),
         *(("note", note) for note in manifest.report.get("notes", [])),
     ])  # fmt: skip
     show_chain(_layers(artifact), state, why_not(manifest.report))

@@ -100,12 +100,18 @@ def show_tuning(tuning: Tuning | None, costs: Costs | None) -> None:
     table([">tokens", ">ms", ">c(T)/c(1)", ">per token", ""], bars, title="costs of a call")
 
 
+def seconds_text(report: dict[str, Any]) -> str:
+    """Where a build's time went: all of it, and its parts in order."""
+    seconds = report.get("seconds", {})
+    parts = ", ".join(f"{n} {s:.1f}" for n, s in seconds.items() if n != "total")
+    return f"{seconds['total']:.1f}: {parts}" if parts else ""
+
+
 def show_report(report: dict[str, Any]) -> None:
     """What was built, how long it took and how exact it is."""
     model, total = report["model"], report["bytes"].get("total", 0)
     files = ", ".join(f"{n} {size(b)}" for n, b in report["bytes"].items() if n != "total")
     entries = ", ".join(f"{name} ({nodes} nodes)" for name, nodes in report["entries"].items())
-    seconds = ", ".join(f"{n} {s:.1f}" for n, s in report["seconds"].items() if n != "total")
     errors = ", ".join(f"{name} {error_text(e)}" for name, e in report["errors"].items())
     if all(step["error"] is None for step in report["steps"]):
         errors = "not checked"
@@ -121,7 +127,7 @@ def show_report(report: dict[str, Any]) -> None:
         *loss_text(report),
         *adapters_text(model.get("adapters"), size),
         ("state", state_text(report["state"], size)),
-        ("seconds", f"{report['seconds']['total']:.1f}: {seconds}"),
+        ("seconds", seconds_text(report)),
         ("largest error", errors),
         ("peak memory", size(report["peak_memory"]) if report["peak_memory"] else ""),
         *(("note", note) for note in report["notes"]),

@@ -110,7 +110,8 @@ def _write(
         drafting["report"] = build_report(job.own, own, {})
         write_manifest(folder, drafting, hashes, name=OWN_DRAFT, names=names)
     manifest = _manifest(job, program, entries)
-    hashes = bind(folder, manifest)
+    with job.part("hashes", 0.95):
+        hashes = bind(folder, manifest)
     there = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     report = build_report(
         job, program, {p.relative_to(folder).as_posix(): p.stat().st_size for p in there}

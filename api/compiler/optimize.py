@@ -138,7 +138,8 @@ def build(
     job = _started(recipe, options, progress)
     merge = None if options.merge_adapter is None else read_adapter(options.merge_adapter)
     path = model_folder(model, options.download) if isinstance(model, (str, Path)) else None
-    tokenizer = read_tokenizer(options.tokenizer, path)
+    with job.part("tokenizer", 0.0):
+        tokenizer = read_tokenizer(options.tokenizer, path)
     _check_tokenizer(job, tokenizer)
     stored: dict[Tensor, Stored] = {}
     notes: list[str] = []
@@ -243,9 +244,9 @@ def _compiled(
         program.spelling = [tokenizer.decode([i]) for i in range(program.facts.vocab_size)]
     program.beside = beside(job.plan.passes, pipeline(), program.facts, tokenizer)
     text = sample(tokenizer, program.facts)
-    check = NumericCheck(program, text) if job.options.verify else None
     captured = None if job.own is None else program.copy()
     with job.part("passes", 0.4):
+        check = NumericCheck(program, text) if job.options.verify else None
         rewrite(job, program, check)
     own = None
     if job.own is not None and captured is not None:

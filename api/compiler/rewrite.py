@@ -63,18 +63,20 @@ def rewrite(job: Job, program: Program, check: NumericCheck | None) -> None:
 
     def watch(step: Pass, line: Step, program: Program) -> None:
         nonlocal before
-        job.progress(line.name, _passed(job))
         job.steps.append(line)
+        coming = passes[len(job.steps)] if len(job.steps) < len(passes) else None
+        if coming is not None:
+            job.progress(type(coming).__name__, _passed(job))
         write(line.name)
         if isinstance(step, Lora):
             _adapt(job, program)
             if check is not None:
                 check.begin(program)  # with adapters from now on
-        coming = passes[len(job.steps)] if len(job.steps) < len(passes) else None
         if before is None and coming is not None and loses(coming):
             before = program.copy()
 
     write("captured")
+    job.progress(type(passes[0]).__name__, _passed(job))
     run(program, passes, check, watch)
     if check is not None:
         job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)

@@ -46,8 +46,8 @@ class Adapter(nn.Module):
         self.writes = False  # whether the module writes into the positions that it is given
 
     def settle(self, tokens: Tensor, positions: Tensor, *encoder: Tensor) -> Tensor:
-        """Logits of the example, and from now on pass positions as the module itself counts them: some start at padding_idx + 1, and some
-        mean another thing by the argument. A module that cannot do without keeps them as they are.
+        """Logits of the example, and from now on pass positions as the module itself counts them: some start at
+        padding_idx + 1, and some mean another thing by the argument. A module that cannot do without keeps them.
         """
         logits: Tensor
         if self.position_name is None or not self.hugging_face:

@@ -15,8 +15,8 @@ from accel.ir.ties import FirstOfTies
 
 def check(program: Program, model: Prepared, traits: ModelTraits) -> None:
     """Run both at odd sizes; mandatory, since a guard can lie: a single token, where a size may have been taken for
-    one that is always 1, and more rows and tokens than the example had, where one may have been frozen. Where the model chooses among equals, both take the
-    first, and a note says so.
+    one that is always 1, and more rows and tokens than the example had, where one may have been frozen. Where the
+    model chooses among equals, both take the first, and a note says so.
 
     Raises:
         CaptureError: they differ, or the model gives no numbers.

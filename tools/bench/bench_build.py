@@ -1,6 +1,10 @@
 """How much longer than `base` a recipe builds, and where the time goes: a table for docs/figures/details/builds.md.
 
     python tools/bench/bench_build.py [RECIPE …] [--rounds N]
+    python tools/bench/bench_build.py base int4 --model smollm2.gguf --model ./smollm2   real models, in fresh processes
+
+A model given is built by the command line with and without the check, alone and beside a program that keeps a core
+busy: elapsed and processor seconds, the peak that the system counts as resident, and the parts of the build.
 
 Builds of the bundled model, verified, alternating with base; processor seconds of this process, which other
 processes disturb less than elapsed ones. Reading and capturing the model are the same whatever the recipe: they
@@ -10,13 +14,19 @@ are measured once and counted in every build.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import scale
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("pages", "train"))
 from leaderboard import suited
@@ -33,7 +43,7 @@ SLOW = ("int4-gptq", "int4-awq")  # which run the model over a text: what they d
 
 
 class Clock:
-    """Processor seconds by part of a build, told by its progress: parts when they begin, passes when they end."""
+    """Processor seconds by part and pass of a build, which its progress names as they begin."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
@@ -41,9 +51,8 @@ class Clock:
 
     def __call__(self, name: str, _: float) -> None:
         now = time.process_time()
-        part = name if name[:1].isupper() else self._name
-        if part:
-            self.parts[part] = self.parts.get(part, 0.0) + now - self._start
+        if self._name:
+            self.parts[self._name] = self.parts.get(self._name, 0.0) + now - self._start
         self._name, self._start = name, now
 
 
@@ -73,11 +82,46 @@ def row(recipe: str, fixed: float, pairs: list[tuple[dict[str, float], dict[str,
     return f"| {recipe} | {total:.1f} | {statistics.median(ratios):.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f}) | {told} |"
 
 
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """So many programs that keep a core busy each."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in busy:
+            program.kill()
+            program.wait()
+
+
+def real(models: list[Path], recipes: list[str]) -> None:
+    """A row for each build of a model by the command line."""
+    print("| model | recipe | check | busy neighbours | elapsed s | CPU s | peak | parts, s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for model, recipe, check, busy in itertools.product(
+        models, recipes, ("--verify", "--no-verify"), (0, 1)
+    ):
+        with tempfile.TemporaryDirectory() as folder, neighbours(busy):
+            start = time.perf_counter()
+            peak, _, cpu, report = scale.build(model, Path(folder) / "out", recipe, check)
+            elapsed = time.perf_counter() - start
+        parts = ", ".join(f"{n} {s:.1f}" for n, s in report["seconds"].items() if n != "total")
+        print(
+            f"| {model.name} | {recipe} | {check.removeprefix('--')} | {busy} | {elapsed:.1f} | {cpu:.1f} "
+            f"| {peak / 1e6:.0f} MB | {parts} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipes", nargs="*")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--model", type=Path, action="append", default=[], help="may be repeated")
     given: Any = parser.parse_args()
+    if given.model:
+        real(given.model, given.recipes or ["base"])
+        return
     warnings.filterwarnings("ignore")
     start = time.process_time()
     loaded = load_model(REFERENCE)

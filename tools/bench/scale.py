@@ -69,10 +69,12 @@ def main(
         )
 
 
-def build(model: Path, out: Path, recipe: str) -> tuple[int, int, float, Any]:
-    """Peak resident bytes, the most anonymous ones among samples, CPU seconds, the build's report."""
-    program = Path(sys.executable).with_name("accel-compile")
-    command = [str(program), "build", str(model), "--out", str(out), "--recipe", recipe, "--json"]
+def build(model: Path, out: Path, recipe: str, *more: str) -> tuple[int, int, float, Any]:
+    """Of a build by the command line with `more` options: peak resident bytes, the most anonymous ones among samples,
+    CPU seconds, and its report.
+    """
+    command = [sys.executable, "-m", "accel.cli", "build", str(model), "--out", str(out)]
+    command += ["--recipe", recipe, "--json", *more]
     with tempfile.TemporaryFile() as output:
         worker = subprocess.Popen(command, stdout=output)
         anonymous = 0
