@@ -17,7 +17,7 @@ from accel.passes.calibrate import side_of
 from accel.passes.drive import PROMPT, calls_of, decoded, exits
 
 aten = torch.ops.aten
-_WORK = 1 << 39  # parameters times tokens that may be spent on measuring
+_WORK = 1 << 36  # parameters times tokens that may be spent on measuring
 _WORK_ALONE, _ALONE = (
     1 << 33,
     64,
