@@ -22,6 +22,7 @@ from accel.commands import (
     explain,
     inspect,
     map,
+    options,
     recipes,
     run,
     serve,
@@ -70,7 +71,9 @@ class Guarded(TyperGroup):
 
         if not standalone_mode:
             return plain()
-        sys.exit(_guard(plain))
+        given = sys.argv[1:] if args is None else args
+        command = next((word for word in given if not word.startswith("-")), "")
+        sys.exit(_guard(plain, lambda text: options.spelled(text, self.commands, command)))
 
 
 app = typer.Typer(
@@ -134,8 +137,8 @@ def _leave(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _guard(command: Callable[[], Any]) -> int:
-    """Run a command; its exit code."""
+def _guard(command: Callable[[], Any], spelled: Callable[[str], str]) -> int:
+    """Run a command; its exit code. `spelled`: an error's text in the command line's words."""
     try:
         code = int(command() or 0)  # typer makes Ctrl-C the code 130
         sys.stdout.flush()
@@ -150,7 +153,7 @@ def _guard(command: Callable[[], Any]) -> int:
 
             traceback.print_exc()
         text, code = told(error)
-        typer.echo(f"error: {' '.join(text.split())}", err=True)
+        typer.echo(f"error: {spelled(' '.join(text.split()))}", err=True)
     if code == 130:
         typer.echo("interrupted", err=True)
     return code

@@ -335,8 +335,8 @@ def test_text_without_a_tokenizer(artifact, tmp_path):
     manifest = json.loads((copy / "accel.json").read_text())
     (copy / "tokenizer.json").unlink()
     write_manifest(copy, manifest, bind(copy, manifest))
-    one_error(call("run", copy, "--prompt", "0"), "no tokenizer", "token ids", "tokenizer=")
-    one_error(call("run", copy, "--tokens", "5", "--stop", "x"), "stop needs a tokenizer")
+    one_error(call("run", copy, "--prompt", "0"), "no tokenizer", "token ids", "--tokenizer PATH")
+    one_error(call("run", copy, "--tokens", "5", "--stop", "x"), "stop needs a tokenizer", "--eos")
 
 
 def test_what_cannot_be_built(model, tmp_path):

@@ -71,11 +71,11 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         ({"hidden_size": 8}, ["config.json has no model_type", '"model_type": "llama"']),
         (
             {**LLAMA, "auto_map": {"AutoConfig": "own.Config"}},
-            ["contains its own Python code (auto_map in config.json)", "--trust-remote-code"],
+            ["contains its own Python code (auto_map in config.json)", "trust_remote_code=True"],
         ),
         (
             {"model_type": "qwen33"},
-            ["model_type", "knows no 'qwen33'; did you mean 'qwen3'", "--trust-remote-code"],
+            ["model_type", "knows no 'qwen33'; did you mean 'qwen3'", "trust_remote_code=True"],
         ),
         ({"model_type": "zzzz"}, ["knows no 'zzzz'; a model type newer", "upgrade"]),
         (

@@ -61,9 +61,10 @@ def build(
         ),
     ] = None,
     merge_adapter: options.MergeAdapter = None,
-    adapter: Annotated[
+    adapters: Annotated[
         list[str] | None,
         typer.Option(
+            "--adapter",
             metavar="NAME=DIR",
             help="LoRA adapter that peft saved, which run --adapter NAME chooses. May be repeated.",
         ),
@@ -99,7 +100,7 @@ def build(
             dump=dump,
             download=download,
             merge_adapter=merge_adapter,
-            adapters=_named(adapter or []),
+            adapters=_named(adapters or []),
         )
     with compiled:
         if compiled.report.get("loss"):

@@ -79,6 +79,7 @@ def chat(
     the commands. A model is compiled first, for this conversation only.
     """
     from accel.runtime.decode.sampling_params import SamplingParams
+    from accel.runtime.inputs.chat import check_template
 
     build = {
         "recipe": options.recipe(recipe),
@@ -89,8 +90,15 @@ def chat(
         "download": download,
     }
     template = None if chat_template is None else {"chat_template": options.template(chat_template)}
+    named = None if template is None else template["chat_template"]
     with open_model(
-        path, context, threads=threads, kernels=kernels, public_key=public_key, **build
+        path,
+        context,
+        check=lambda config: check_template(config, named),
+        threads=threads,
+        kernels=kernels,
+        public_key=public_key,
+        **build,
     ) as model:
         params = SamplingParams(
             max_tokens=model.facts.max_context if max_new_tokens is None else max_new_tokens,
@@ -104,7 +112,7 @@ def chat(
         with model.chat(system, adapter=adapter, chat_template_kwargs=template) as talk:
             if load is not None:
                 talk.messages = _read(load)
-            Terminal(talk, params).run()
+            Terminal(talk, params, options.speech(context)).run()
 
 
 class Terminal:
@@ -112,9 +120,11 @@ class Terminal:
     its docstring the help.
     """
 
-    def __init__(self, chat: Chat, params: SamplingParams):
+    def __init__(self, chat: Chat, params: SamplingParams, say: Callable[[str], str] = str):
+        """`say`: an error's text in the command line's words."""
         self._chat = chat
         self._params = params
+        self._say = say
         self._person = sys.stdin.isatty()
         self._ended = False
 
@@ -138,7 +148,7 @@ class Terminal:
             except AccelError as error:
                 if not self._person:
                     raise
-                typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+                typer.echo(f"error: {self._say(' '.join(str(error).split()))}", err=True)
         if self._person:
             typer.echo("", err=True)
 

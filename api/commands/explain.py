@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,7 @@ Examples:
 
 
 def explain(
+    context: typer.Context,
     recipe: Annotated[
         str,
         typer.Argument(
@@ -85,7 +87,7 @@ def explain(
     if as_json:
         print_json(_json(found))
     else:
-        _show(found, out)
+        _show(found, out, options.speech(context))
     if found.refused:
         raise typer.Exit(1)
 
@@ -129,7 +131,8 @@ def _json(e: Explanation) -> dict[str, Any]:
     }
 
 
-def _show(e: Explanation, out: Path | None) -> None:
+def _show(e: Explanation, out: Path | None, say: Callable[[str], str]) -> None:
+    """`say`: a reason in the command line's words."""
     from accel.compiler.explain import page
 
     pairs([
@@ -147,13 +150,13 @@ def _show(e: Explanation, out: Path | None) -> None:
         if rows := [[o["name"], o["value"], o["default"], o["type"]] for o in method.options]:
             table(["option", ">value", ">default", "type"], rows)
     if e.refused:
-        typer.echo(f"\nrefused: {' '.join(e.refused.split())}\n{page.nearest(e)}")
+        typer.echo(f"\nrefused: {say(' '.join(e.refused.split()))}\n{page.nearest(e)}")
         if e.nearest is not None and e.nearest.recipe is not None:
             _toml(e.nearest.recipe.tables)
         return
     for rewrite in e.rewrites:
         typer.echo(f"\npass {rewrite.name}: {rewrite.about}\n  {page.effect(rewrite)}")
-        pairs([("  not changed", reason) for reason in rewrite.refused])
+        pairs([("  not changed", say(reason)) for reason in rewrite.refused])
     _layer(e)
     columns, rows = page.costs(e)
     table(["per token", *(f">{c}" for c in columns[1:])], rows)

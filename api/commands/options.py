@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -114,6 +117,8 @@ MergeAdapter = Annotated[
         help="LoRA or DoRA adapter that peft saved, merged into the weights.",
     ),
 ]
+# an option as errors name it, in Python's words; not a part of a path
+_PYTHON = re.compile(r"(?<![\w/.=-])([a-z]\w*)=(\{[^}]*\}|'[^']*'|[^\s,;:()]+)")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
@@ -121,6 +126,42 @@ def recipe(given: list[str] | None) -> str | list[str]:
     """What `optimize` takes, out of the --recipe options; "base" where there are none."""
     names = given or ["base"]
     return names[0] if len(names) == 1 else names
+
+
+def spelled(text: str, commands: Mapping[str, Any], current: str) -> str:
+    """A message with options of the command line in place of Python's, which errors write as `name=value`.
+
+    `commands`: click's, by name; `current`: the one that runs. Of an option that it lacks, the command is named.
+    """
+
+    def words(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        for command in (current, *commands):
+            params = commands[command].params if command in commands else ()
+            found = next((one for one in params if one.name == name), None)
+            if found is not None and (told := _written(found, value)):
+                return told if command == current else f"accel-compile {command} {told}"
+        return match[0]
+
+    return _PYTHON.sub(words, text)
+
+
+def speech(context: typer.Context) -> Callable[[str], str]:
+    """`spelled`, within a command."""
+    commands = getattr(context.find_root().command, "commands", {})
+    return partial(spelled, commands=commands, current=str(context.info_name))
+
+
+def _written(option: Any, value: str) -> str:
+    """As it is typed; "": it cannot be."""
+    own = "--" + option.name.replace("_", "-")
+    flag = own if own in option.opts else option.opts[0]
+    if not flag.startswith("--"):
+        return ""
+    if getattr(option, "is_flag", False):
+        return {"True": flag, "False": next(iter(option.secondary_opts), "")}.get(value, "")
+    free = value.startswith(("{", "…"))  # whatever the user wants
+    return f"{flag} {option.metavar or 'VALUE' if free else value.strip(chr(39))}"
 
 
 def was_given(context: typer.Context, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,7 @@ Examples:
 
 
 def smoke(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -62,12 +64,13 @@ def smoke(
     if as_json:
         print_json(found.to_json())
     else:
-        _show(found)
+        _show(found, options.speech(context))
     if not found.ok:
         raise typer.Exit(1)
 
 
-def _show(found: Smoke) -> None:
+def _show(found: Smoke, say: Callable[[str], str]) -> None:
+    """`say`: a reason in the command line's words."""
     rows = [
         [
             *(cell.recipe, cell.target),
@@ -78,7 +81,7 @@ def _show(found: Smoke) -> None:
     ]
     table(["recipe", "target", "result", ">largest error", "where", ">seconds"], rows)
     pairs([
-        *((f"{c.recipe} for {c.target}: {c.status}", c.reason) for c in found.cells if c.reason),
+        *((f"{c.recipe} for {c.target}: {c.status}", say(c.reason)) for c in found.cells if c.reason),
         ("clone", f"{found.model}, {found.layers or 'its own'} layers, {found.parameters:,} parameters"),
         *(("note", note) for note in found.notes),
         ("seconds", f"{found.seconds:.1f}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import typer
 from accel.commands import options
 from accel.commands.console import progress
 from accel.ir.errors import CaptureError, InputError, extra
+from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 
 if TYPE_CHECKING:
     from accel.runtime.model.compiled import CompiledModel
@@ -20,6 +22,7 @@ def open_model(
     path: Path,
     context: typer.Context,
     *,
+    check: Callable[[TokenizerConfig], None] = lambda _: None,
     threads: int | None = None,
     kernels: str = "auto",
     public_key: Path | None = None,
@@ -27,7 +30,8 @@ def open_model(
 ) -> CompiledModel:
     """The compiled model at a path; `build` holds options of `optimize` for a model.
 
-    `context`: of the command; an option that was typed and cannot apply to what the path holds is an error.
+    `check`: of what lies beside its tokenizer, before it is opened or compiled. `context`: of the command; an option
+    that was typed and cannot apply to what the path holds is an error.
 
     Raises:
         AccelError: it is neither, or cannot be opened or compiled.
@@ -61,7 +65,11 @@ def open_model(
                 f"out, or build first: accel-compile build {path} --out DIR"
             )
         with extra("compile"):
+            from accel.compiler.load.tokenizer import read_tokenizer
             from accel.compiler.optimize import optimize
+        tokenizer = read_tokenizer(build.get("tokenizer"), path)
+        if tokenizer is not None:
+            check(tokenizer.config)
         with progress("compile") as watch:
             return optimize(path, progress=watch, threads=threads, **build)
     if wrong := [name for name in build if name in asked]:
@@ -70,6 +78,13 @@ def open_model(
             f"{option} applies when a model is built, and {path} is an artifact; leave it out, or build again: "
             f"accel-compile build MODEL --out DIR {option} …"
         )
+    if (path / TOKENIZER).is_file():
+        try:
+            check(TokenizerConfig.read(path))
+        except InputError:
+            raise
+        except ValueError:
+            pass  # which `load` tells, after it has checked the files
     return load(path, threads=threads, kernels=kernels, public_key=public_key)
 
 

@@ -83,7 +83,7 @@ def assemble_alone(recipe: Recipe) -> Plan:
     if "sample" in recipe.tables:
         raise RecipeError(
             f"recipe '{recipe.name}': sampling is set per request, not in a recipe; leave "
-            "[sample] out, and pass generate(temperature=…, top_k=…, top_p=…) or the same options to accel-compile run"
+            "[sample] out, and give temperature=…, top_k=… and top_p=… when it generates"
         )
     for name, table in recipe.tables.items():
         axis = _axis(axes, recipe, name)

@@ -63,7 +63,7 @@ def _sites(program: Program, module: str) -> list[fx.Node]:
     if reason := _unlike(program, nodes):
         raise PassError(
             f"adapters: {module} {reason}, so a session cannot choose its adapter; merge the adapter instead "
-            "(merge_adapter=DIR, --merge-adapter DIR)"
+            "(merge_adapter=DIR)"
         )
     return nodes
 

@@ -94,8 +94,10 @@ def render(
         ) from error
 
 
-def check_template(config: TokenizerConfig, chat_template: str) -> None:
-    """Raise InputError where there is no template of this name, or the text is no Jinja; nothing is rendered."""
+def check_template(config: TokenizerConfig, chat_template: str | None) -> None:
+    """Raise InputError where there is no template of this name (None: none at all), or the text is no Jinja; nothing is
+    rendered.
+    """
     try:
         _compiled(_chosen(config, chat_template, None))
     except TemplateSyntaxError as error:
@@ -131,8 +133,8 @@ def _chosen(config: TokenizerConfig, asked: str | None, tools: Any) -> str:
     if known:
         raise InputError(f"chat_template: give one of {', '.join(sorted(known))}")
     raise InputError(
-        "this model has no chat template: its tokenizer came without one. Give a prompt of plain text, or "
-        "chat_template=…, the text of a Jinja template"
+        "this model has no chat template: its tokenizer came without one. Give a prompt of plain text, or a "
+        "Jinja template with chat_template=…"
     )
 
 

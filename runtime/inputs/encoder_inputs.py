@@ -121,7 +121,7 @@ def _tokens(value: Any, index: int, facts: EncoderFacts, tokenizer: Tokenizer | 
     if is_text(value):
         if tokenizer is None:
             raise InputError(
-                f"{name} is text, but this model has no tokenizer; give token ids, or build with tokenizer="
+                f"{name} is text, but this model has no tokenizer; give token ids, or build with tokenizer=…"
             )
         value = np.array(tokenizer.encode(value), np.int64)
     ids = as_ints(value, name)

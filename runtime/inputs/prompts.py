@@ -60,7 +60,7 @@ def without_messages(
     if tokenizer is None:
         raise InputError(
             "the prompt is a list of messages, but this model has no tokenizer; give token ids, or build with "
-            "tokenizer="
+            "tokenizer=…"
         )
 
     def ids(one: Any) -> Any:
@@ -101,8 +101,8 @@ def as_stops(value: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:
     stops = check_stops(value)
     if stops and tokenizer is None:
         raise InputError(
-            "stop needs a tokenizer, but this model has none; use eos=[token ids], or build with "
-            "tokenizer="
+            "stop needs a tokenizer, but this model has none; use eos=… (token ids), or build with "
+            "tokenizer=…"
         )
     return stops
 
@@ -160,7 +160,7 @@ def _one(value: Any, index: int, tokenizer: Tokenizer | None, start: Sequence[in
         if tokenizer is None:
             raise InputError(
                 f"prompt {index} is text, but this model has no tokenizer; "
-                "give token ids, or build with tokenizer="
+                "give token ids, or build with tokenizer=…"
             )
         if start is not None:
             return np.array([*start, *tokenizer.encode(value, special=False)], np.int64)

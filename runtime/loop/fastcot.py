@@ -50,7 +50,7 @@ class FastCoT(Base):
     def check(self, tokenizer: Tokenizer | None) -> None:
         if self.answer and tokenizer is None:
             raise InputError(
-                "loop.fastcot: answer is text, but this model has no tokenizer; build with tokenizer=, or with "
+                "loop.fastcot: answer is text, but this model has no tokenizer; build with tokenizer=…, or with "
                 "answer = ''"
             )
 

@@ -69,7 +69,7 @@ class LookaheadReasoning(Base):
     def check(self, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:
             raise InputError(
-                "loop.lookahead-reasoning: steps are text, but this model has no tokenizer; build with tokenizer="
+                "loop.lookahead-reasoning: steps are text, but this model has no tokenizer; build with tokenizer=…"
             )
 
     def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:

@@ -20,7 +20,7 @@ from accel.ir.errors import ArtifactError, InputError, unknown
 from accel.ir.peft import PeftAdapter, Update
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-_MERGE = "merge it when the model is built (merge_adapter=DIR, --merge-adapter DIR)"
+_MERGE = "merge it when the model is built (merge_adapter=DIR)"
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Adapters:
         with self._lock:
             if name not in self._known:
                 raise InputError(
-                    f"{unknown('adapter', str(name), self._known)}; adapter=None uses none, and "
-                    "load_adapter(name, DIR) adds one"
+                    f"{unknown('adapter', str(name), self._known)}; without adapter=NAME the base model "
+                    "runs; build with more by adapters={name: DIR}"
                 )
             return self._known[name] or self._keep(name, self._facts.ranks[name], self._read(name))
 
@@ -212,7 +212,7 @@ def low_rank(
             raise InputError(
                 f"adapter {given.path} adapts {name}, and this artifact takes adapters of {len(modules)} modules, "
                 "those that the adapters it was built with adapt; build it with this one too "
-                "(adapters={name: DIR}, --adapter NAME=DIR)"
+                "(adapters={name: DIR})"
             )
     rank = max(len(update.a) for update in given.updates)
     found: dict[str, npt.NDArray[np.float32]] = {}

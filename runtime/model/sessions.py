@@ -22,7 +22,7 @@ from accel.runtime.session.saved import Origin, SavedSession, saving
 from accel.runtime.session.session import Session
 
 NO_ADAPTERS = (
-    "adapter {!r}: this model takes no adapters; build it with them (adapters={{name: DIR}}, --adapter NAME=DIR), or "
+    "adapter {!r}: this model takes no adapters; build it with them (adapters={{name: DIR}}), or "
     "leave the adapter out"
 )
 

@@ -194,7 +194,7 @@ def choose(
                 "read text. Build recipes and compare them with accel-compile bench"
             )
         if builds.tokenizer is None:
-            raise InputError(f"{model} has no tokenizer for the prompts; give --tokenizer")
+            raise InputError(f"{model} has no tokenizer for the prompts; give tokenizer=…")
         found = samples(given, facts, builds.tokenizer, new)
         for stale in out.glob(f"{_BUILDS}*"):  # of a run that was killed
             shutil.rmtree(stale, ignore_errors=True)

@@ -160,7 +160,7 @@ def _sample(prompt: Prompt, facts: Facts, tokenizer: Tokenizer, new: int) -> Sam
         if ids.size + new > facts.max_context:
             raise InputError(
                 f"{ids.size} tokens and {new} new ones are more than the context of {facts.max_context}; "
-                f"shorten it, or give a larger --max-context"
+                f"shorten it, or give a larger max_context=…"
             )
         return Sample(prompt, as_prompts([ids], facts, tokenizer)[0], source, new)
     except InputError as error:

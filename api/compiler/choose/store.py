@@ -29,11 +29,11 @@ class Store:
             self._lock = _locked(folder / "lock")
         except BlockingIOError:
             raise ArtifactError(
-                f"{folder}: another accel-compile choose writes there; wait for it, or give another --out"
+                f"{folder}: another accel-compile choose writes there; wait for it, or give another out=…"
             ) from None
         except OSError as error:
             raise ArtifactError(
-                f"cannot write in {folder}: {error.strerror}; give another --out"
+                f"cannot write in {folder}: {error.strerror}; give another out=…"
             ) from None
 
     def read(self, recipe: Mapping[str, Any]) -> dict[str, Any] | None:

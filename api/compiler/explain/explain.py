@@ -283,7 +283,7 @@ def _rates(speed: bool, threads: int | None, tell: Progress) -> Rates | None:
             threads or default_threads(), lambda name, share: tell(name, 0.8 + 0.2 * share)
         )
     except AccelError as error:
-        raise InputError(f"this machine cannot be measured: {error}; use --no-speed") from error
+        raise InputError(f"this machine cannot be measured: {error}; use speed=False") from error
 
 
 def _told(

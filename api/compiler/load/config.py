@@ -54,7 +54,7 @@ def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) 
         if not trust_remote_code:
             raise CaptureError(
                 f"{path} contains its own Python code (auto_map in config.json), which accel "
-                "does not run; review that code, then allow it with --trust-remote-code (trust_remote_code=True)"
+                "does not run; review that code, then allow it with trust_remote_code=True"
             )
         return  # what it is only its code knows
     kind = config.get("model_type")
@@ -121,7 +121,7 @@ def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> N
         raise CaptureError(
             f"{where}: transformers knows no '{kind}'; {hint}a model type newer than this "
             "transformers needs an upgrade (pip install -U transformers), one with Python code of its own "
-            "needs auto_map in its config.json and --trust-remote-code"
+            "needs auto_map in its config.json and trust_remote_code=True"
         )
     inner = (config or {}).get("text_config")
     text = inner.get("model_type") if isinstance(inner, dict) else None

@@ -55,14 +55,14 @@ def model_folder(given: str | Path, download: bool = False) -> Path:
             raise CaptureError(
                 f"{name} does not exist: it is neither a folder nor a repository in the Hugging Face cache"
                 f"{_near(name)}; give a model directory (with config.json and *.safetensors), or download the "
-                "repository with --download (download=True)"
+                "repository with download=True"
             ) from None
         folder = None
     from accel.compiler.load.shards import INDEX, SINGLE  # which needs torch
 
     if folder is None or not any((folder / file).is_file() for file in (SINGLE, INDEX)):
         raise CaptureError(
-            f"{name} lies in the Hugging Face cache in part only; fetch the rest with --download (download=True)"
+            f"{name} lies in the Hugging Face cache in part only; fetch the rest with download=True"
         )
     return folder
 

@@ -52,7 +52,7 @@ def _of_gguf(path: Path) -> Tokenizer | None:
         return Tokenizer(text.encode(), TokenizerConfig.of(tokenizer_config(file)))
     except ValueError as error:
         raise CaptureError(
-            f"{path}: {error}; give the model's tokenizer.json with --tokenizer (tokenizer=...)"
+            f"{path}: {error}; give the model's tokenizer.json with tokenizer=…"
         ) from error
 
 

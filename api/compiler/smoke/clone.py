@@ -204,10 +204,16 @@ def _by_layer(name: str, value: list[Any], total: int) -> list[Any] | None:
 
 
 def _fields(config: Any, properties: bool = False) -> Iterator[tuple[str, Any]]:
-    """The plain fields of a configuration, and what its class works out of them."""
+    """The plain fields of a configuration, and what its own class works out of them: properties that all classes have
+    are other names of fields, of which transformers writes notes where they are read.
+    """
+    from transformers import PreTrainedConfig
+
     names = list(config.to_dict())
     if properties:
-        names += [n for n in dir(type(config)) if isinstance(getattr(type(config), n), property)]
+        kind = type(config)
+        own = (n for n in dir(kind) if isinstance(getattr(kind, n), property))
+        names += [n for n in own if getattr(kind, n) is not getattr(PreTrainedConfig, n, None)]
     inner = getattr(type(config), "sub_configs", {})
     for name in dict.fromkeys(names):
         if not name.startswith("_") and name not in inner:

@@ -87,9 +87,7 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _other(file: GgufFile, what: str) -> CaptureError:
-    return CaptureError(
-        f"{file.path}: {what}; give the model's tokenizer.json with --tokenizer (tokenizer=...)"
-    )
+    return CaptureError(f"{file.path}: {what}; give the model's tokenizer.json with tokenizer=…")
 
 
 def _list(file: GgufFile, key: str, kind: Any) -> list[Any]:
