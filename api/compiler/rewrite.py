@@ -10,7 +10,7 @@ from accel.compiler.draft_build import check_rewind, share
 from accel.compiler.facts_json import model_facts
 from accel.compiler.job import Job, Progress
 from accel.compiler.pipeline import loses, pipeline
-from accel.compiler.quality.advice import refuse_broken
+from accel.compiler.advice import refuse_broken
 from accel.compiler.quality.loss import loss, storage
 from accel.ir.adapters import ROWS, AdapterFacts
 from accel.ir.errors import RecipeError
