@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accel.compiler.advice import refuse_broken
 from accel.compiler.assemble import Plan
 from accel.compiler.draft_build import check_rewind, share
 from accel.compiler.facts_json import model_facts
 from accel.compiler.job import Job, Progress
 from accel.compiler.pipeline import loses, pipeline
-from accel.compiler.quality.advice import refuse_broken
 from accel.compiler.quality.loss import loss, storage
 from accel.ir.adapters import ROWS, AdapterFacts
 from accel.ir.errors import RecipeError

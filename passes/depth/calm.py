@@ -98,14 +98,14 @@ class Calm(Base):
         where = f"on {sure.shape[1]:,} tokens of the calibration text"
         if not left.numel():
             program.facts.notes.append(
-                f"calm: all layers run, for at no threshold do {self.agreement:.0%} of the tokens that leave early agree "
-                f"with the whole model ({where}); give a threshold, or a model that was trained for early exits"
+                f"calm: all layers run, for at no threshold do {self.agreement:.0%} of the tokens that leave early "
+                f"agree with the whole model ({where}); give a threshold, or a model that was trained for early exits"
             )
         else:
             agree = float(left.float().mean())
             program.facts.notes.append(
-                f"calm: threshold {limit:.3g}, {where}: {len(left) / sure.shape[1]:.0%} leave early, {agree:.0%} of them "
-                "with the likeliest token of the whole model"
+                f"calm: threshold {limit:.3g}, {where}: {len(left) / sure.shape[1]:.0%} leave early, {agree:.0%} "
+                "of them with the likeliest token of the whole model"
             )
         return limit
 
