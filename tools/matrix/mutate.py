@@ -39,7 +39,7 @@ SLACK = 30.0  # seconds that a mutant may take beyond three times its tests
 
 @dataclass(frozen=True)
 class Tests:
-    """What runs on a file's mutants: whole files, then those of others that have the method in their name."""
+    """What runs on a file's mutants: its own and whoever imports it, whole; of others, tests with its name."""
 
     own: tuple[str, ...]
     other: tuple[str, ...]
@@ -57,14 +57,15 @@ def tests_of(root: Path, file: Path) -> Tests:
     """By the name that a recipe has for the method, or the file's own."""
     names = {file.stem, file.stem.replace("_", "-")}
     named = re.compile(r"(?<![\w-])(" + "|".join(map(re.escape, names)) + r")(?![\w-])")
-    axis = file.parent.name
+    axis, module = file.parent.name, ".".join(("accel", *file.with_suffix("").parts))
+    imported = re.compile(rf"(?<![\w.]){re.escape(module)}(?![\w.])")
     own, other = [], []
     for test in sorted((root / "tests").rglob("test_*.py")):
         where = test.relative_to(root).as_posix()
         if "/parity/" in where:
             continue
         text = test.read_text(encoding="utf-8")
-        if test.stem == f"test_{file.stem}":
+        if test.stem == f"test_{file.stem}" or imported.search(text):
             own.append(where)
         elif named.search(text) or ("/laws/" in where and re.search(rf"\b{axis}\b", text)):
             other.append(where)
