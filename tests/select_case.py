@@ -15,6 +15,7 @@ from runs.fit import Fit
 
 import accel
 from accel.ir.axis import Axis
+from accel.ir.ops.attention import Form
 from accel.ir.program import Program
 from accel.ir.spec import verify
 from accel.ir.tables import Observed, Rows, Tables
@@ -56,6 +57,7 @@ def scores(method: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tens
     table = constants(method, keys.shape[1], keys.shape[4])
     parts = summary(method, keys)
     values = {"queries": queries, "parts": parts, "keys": keys.flatten(2, 3), **table}
+    values["form"] = Form("causal", scale=keys.shape[4] ** -0.5)
     found: torch.Tensor = call(method.score, values)
     return found
 

@@ -115,6 +115,12 @@ def test_capacities_are_those_of_the_paper(beta):
     assert max(short) <= 90 and abs(sum(short) - 3 * count) <= 3
 
 
+def test_a_head_has_room_for_its_part_of_the_pool_and_no_more():
+    budget = HeadKVR2(tokens_kept=20, beta=1.0, window=4)
+    assert budget.most(20, 2, share=np.array([1.0, 3.0])) == 4 + 16 * 3 // 2
+    assert budget.most(4, 2, share=np.array([1.0, 3.0])) == 4
+
+
 def test_what_a_layer_has_no_room_for_goes_to_the_others():
     tables = importance([9, 9], [0.5, 0.5], [0.4, 0.6], [0.1, 0.3])
     budget = HeadKVR2(tokens_kept=50, beta=1.0, window=4)

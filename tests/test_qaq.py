@@ -38,6 +38,18 @@ def law_bits_fall(keep_of, seed=0):
     assert means[0] > means[2] > means[-1] >= 1
 
 
+def test_a_key_may_be_off_by_what_its_product_may_be():
+    """Queries c times as large allow a c-th of the error, whatever the unit of keys; values do not depend on it."""
+    x = named(slots(1, base=(0, 0, 0), recent=(14, 11, 12)))
+    asked = {n: x[n] for n in ("query_positions", "keys", "seen", "attends")}
+    same = lambda queries, positions: x["attends"](x["queries"], positions)  # noqa: E731
+    one, other = (
+        QAQ().allowed(**{**asked, "queries": x["queries"] * c, "attends": same}) for c in (1, 4)
+    )
+    torch.testing.assert_close(other[0] * 4, one[0])
+    torch.testing.assert_close(other[1], one[1])
+
+
 class Inverse(QAQ):
     """What may be far off is kept near."""
 
@@ -61,7 +73,7 @@ def law_formula(keep, seed=1):
     for b, n in enumerate(x["seen"].tolist()):
         for g in range(G):
             q, keys = x["queries"][b, -keep.window :, 2 * g : 2 * g + 2], x["recent_k"][b, g]
-            norm = max(q[:, i].norm(dim=-1).mean() for i in range(2))
+            norm = max(q[:, i].square().sum(-1).mean() for i in range(2))
             hidden = torch.arange(16) > x["query_positions"][b, -keep.window :, None]
             shares = torch.einsum("whd,sd->hws", q, keys) * SCALE
             most = shares.masked_fill(hidden, -torch.inf).softmax(-1).amax((0, 1))

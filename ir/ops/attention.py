@@ -95,8 +95,9 @@ class Form(Mask):
             repeat = grouped.shape[2]
             added = position_bias(self.bias, q, k.repeat_interleave(repeat, 1), self.kind)
             scores = scores + added.unflatten(1, (-1, repeat))
-        seen = self.visible_slots(query_positions, positions)
-        return scores.masked_fill(~seen, torch.finfo(torch.float32).min)
+        hidden = ~self.visible_slots(query_positions, positions)
+        found: Tensor = scores.masked_fill(hidden, torch.finfo(torch.float32).min)
+        return found
 
     def shares(self, scores: Tensor) -> Tensor:
         """The softmax of scores [B,G,R,...,S] over the slots, beside the sink, which takes its part."""

@@ -24,12 +24,13 @@ _BITS = (1, 2, 4, 8)
 @dataclass(frozen=True)
 class QAQ(Base):
     """`error`: how far attention's outcome may be off, ε. Of n tokens, a key may be off by
-    (12/|q| · ln(n³/(n-1) ε² + 1))^½, |q| the mean norm of the last `window` queries, and a value by (12/n)^½ ε / a,
+    (12/|q|² · ln(n³/(n-1) ε² + 1))^½, |q|² of the last `window` queries, a mean, and a value by (12/n)^½ ε / a,
     a: the most attention that one of these queries paid to it. From `least_bits` to `most_bits` (1, 2, 4 or 8), the
     fewest are taken with which rounding keeps within this; the last `window` - 1 tokens have the most. `outliers`: the
     share of a vector's numbers that stay float16 with their places, half of it the largest and half the smallest.
 
-    The paper also has 3 bits, and |q| is 300 there; its 0 bits never come up, but where all numbers are one.
+    The paper also has 3 bits; its 0 bits never come up, but where all numbers are one. For |q|² its release has 300,
+    called the norm of queries: an error of a key grows with |q| in a product, and |q| is about 15 in trained models.
     """
 
     error: float = 1.0
@@ -96,8 +97,9 @@ class QAQ(Base):
             query_positions[:, -self.window :],
         )
         groups, real = keys.shape[1], (query_positions >= 0)[:, None]  # [B,1,W]
-        norms = (queries.float().norm(dim=3) * real).sum(2) / real.sum(2).clamp(min=1)  # [B,H]
-        norm = norms.unflatten(1, (groups, -1)).amax(2).clamp(min=1e-6)[..., None]
+        squares = queries.float().square().sum(3) * real
+        means = squares.sum(2) / real.sum(2).clamp(min=1)  # [B,H]
+        norm = means.unflatten(1, (groups, -1)).amax(2).clamp(min=1e-6)[..., None]
         n = seen.clamp(min=2).float()[:, None, None]
         key = (12 / norm * (n * n * (n / (n - 1)) * self.error**2 + 1).log()).sqrt()
         most = attends(queries, query_positions).amax((2, 3))

@@ -1,0 +1,71 @@
+"""What tools/matrix/mutate.py changes in a source, and which tests it runs on that."""
+
+import ast
+from pathlib import Path
+
+import mutate
+import pytest
+from mutants import mutants
+
+ROOT = Path(__file__).parents[2]
+SOURCE = '''
+def score(x, n: int = 3):
+    """Not - this + 1."""
+    if n < 2:
+        raise ValueError(f"n is {n + 1}")
+    é = -x.sum(dim=1).clamp(min=0) * 2
+    return é.amax(-1) + (x & n)
+'''
+
+
+def changed():
+    return {(m.kind, m.before, m.after) for m in mutants(SOURCE)}
+
+
+def test_signs_terms_bounds_functions_and_axes_are_changed():
+    assert {
+        ("bound", "n < 2", "n <= 2"),
+        ("off by one", "2", "3"),
+        ("sign", "-x.sum(dim=1).clamp(min=0)", "x.sum(dim=1).clamp(min=0)"),
+        ("axis", "x.sum(dim=1)", "x.sum(dim=0)"),
+        ("function", "x.sum(dim=1)", "x.mean(dim=1)"),
+        ("no min", "x.sum(dim=1).clamp(min=0)", "x.sum(dim=1).clamp()"),
+        ("function", "é.amax(-1)", "é.mean(-1)"),
+        ("left term alone", "é.amax(-1) + (x & n)", "é.amax(-1)"),
+        ("operator", "x & n", "x | n"),
+    } <= changed()
+
+
+def test_texts_types_and_defaults_are_not():
+    assert not any("3" == before or "n + 1" in before for _, before, _ in changed())
+
+
+def test_a_mutant_is_the_source_with_one_change():
+    lines = SOURCE.splitlines()
+    for mutant in mutants(SOURCE):
+        ast.parse(mutant.source)
+        off = [i for i, line in enumerate(mutant.source.splitlines()) if line != lines[i]]
+        assert off == [mutant.line - 1]
+
+
+def test_files_have_the_tests_that_name_them():
+    tests = mutate.tests_of(ROOT, Path("passes/kv/score/tova.py"))
+    assert tests.own == ("tests/test_tova.py",) and "tests/laws/test_kv_score.py" in tests.other
+    lazy = mutate.tests_of(ROOT, Path("runtime/kv/budget/simlayerkv.py"))
+    assert "tests/test_rehearsal.py" in lazy.own, "it imports the method"
+    assert mutate.tests_of(ROOT, Path("runtime/verify/block_verify.py")).words == (
+        "block-verify or block_verify"
+    )
+
+
+@pytest.mark.long
+def test_a_change_is_caught_and_known_the_second_time(tmp_path):
+    """In a copy: the working tree stays as it is. The sign of a score is noticed."""
+    file, out, place = Path("passes/kv/score/knorm.py"), tmp_path / "out.jsonl", tmp_path / "copy"
+    source = (ROOT / file).read_text()
+    mutate.copied(ROOT, place)
+    rows = list(mutate.measured(place, file, 1, out))
+    assert [row["result"] for row in rows] == ["caught"]
+    size = out.stat().st_size
+    assert list(mutate.measured(place, file, 1, out)) == rows and out.stat().st_size == size
+    assert (ROOT / file).read_text() == source
