@@ -1,5 +1,6 @@
 """tools/models/floats.py: a folder that transformers and accel load, with the numbers that are in the GGUF file."""
 
+import bench_floats
 import floats
 import pytest
 import torch
@@ -118,3 +119,21 @@ def test_numbers_that_a_type_cannot_hold_are_named(tmp_path):
     path = write(model, "llama", tmp_path / "m.gguf")
     with pytest.raises(CaptureError, match="layers.1.mlp.up_proj.weight.*bfloat16"):
         floats.write(path, tmp_path / "m", torch.float16)
+
+
+def test_agreement_is_counted_token_by_token(monkeypatch):
+    monkeypatch.setattr(bench_floats, "_ROWS", 3)  # of 8, in parts
+    torch.manual_seed(0)
+    ours = torch.randn(8, 11)
+    theirs, ids = ours + 0.1 * torch.randn(8, 11), torch.arange(8)
+    theirs[0] += 9 * torch.eye(11)[ours[0].argmin()]
+    found = bench_floats.compared(ours, theirs, ids)
+    p, q = ours.log_softmax(-1), theirs.log_softmax(-1)
+    kl = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+    assert found.first == pytest.approx(float(kl[0]), rel=1e-4) and found.first > 1
+    assert found.kl == pytest.approx(float(kl[1:].mean()), rel=1e-3) and found.kl < 0.1
+    surprise = torch.nn.functional.cross_entropy(ours[:-1], ids[1:])
+    assert found.perplexity == pytest.approx(float(surprise.exp()), rel=1e-4)
+    assert found.top1 == float((p.argmax(-1) == q.argmax(-1)).float().mean()) < 1
+    same = bench_floats.compared(ours, ours, ids)
+    assert (same.kl, same.top1, same.peer) == (0, 1, same.perplexity)

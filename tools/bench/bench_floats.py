@@ -4,7 +4,8 @@
     python tools/bench/bench_floats.py smollm2-135m --dtype bfloat16
 
 The folder computes in float32 on what it holds, llama.cpp rounds to 8 bits what its blocks multiply: a KL divergence
-of some thousandths is that, a wrong row order or a lost bias is a thousand times more. Needs llama-cpp-python.
+of some thousandths is that, rows in a wrong order are a thousand times more. The first token stands alone: what 8 bits
+leave beside its massive activations may be little. Needs llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from accel.cli import told
 from accel.commands import console
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.tokenizer import read_tokenizer
-from accel.ir.errors import AccelError
+from accel.ir.errors import AccelError, InputError
 from accel.ir.weights import reading
 
 _ROWS = 32  # tokens at a time: log-probabilities of 262144 words are large
@@ -45,11 +46,13 @@ def texts() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of llama.cpp with the floats: KL divergence from their predictions (mean, 99 % quantile), the share of tokens
-    after which both take the same next one for the likeliest, and both perplexities.
+    """Of llama.cpp with the floats: KL divergence from their predictions after the first token, and after each of the
+    others (mean, 99 % quantile); the share of tokens after which both take the same next one for the likeliest; both
+    perplexities.
     """
 
     tokens: int
+    first: float
     kl: float
     kl99: float
     top1: float
@@ -82,8 +85,9 @@ def compared(wanted: Tensor, found: Tensor, ids: Tensor) -> Agreement:
     same = wanted.argmax(-1) == found.argmax(-1)
     return Agreement(
         tokens=len(ids),
-        kl=float(whole.mean()),
-        kl99=float(whole.quantile(0.99)),
+        first=float(whole[0]),
+        kl=float(whole[1:].mean()),
+        kl99=float(whole[1:].quantile(0.99)),
         top1=float(same.float().mean()),
         perplexity=math.exp(own / count),
         peer=math.exp(other / count),
@@ -106,30 +110,24 @@ def main(
     there = [m.name for m in real.models().values() if m.there and m.path.endswith(".gguf")]
     rows = []
     try:
+        if not (names or there):
+            raise InputError(f"no GGUF file is fetched: {real.find('smollm2-135m').command}")
         for name in names or there:
             folder = floats.folder(name, dtype)
             for kind, text in texts().items():
                 found = agreement(folder, real.path(name), text, tokens)
-                rows.append(
-                    (name, kind, found.tokens, f"{found.kl:.4f}", f"{found.kl99:.4f}", f"{found.top1:.3f}",
-                     f"{found.perplexity:.3f}", f"{found.peer:.3f}")
-                )  # fmt: skip
+                figures = [
+                    (found.first, ".4f"), (found.kl, ".4f"), (found.kl99, ".4f"), (found.top1, ".3f"),
+                    (found.perplexity, ".3f"), (found.peer, ".3f"),
+                ]  # fmt: skip
+                rows.append((name, kind, found.tokens, *(f"{v:{form}}" for v, form in figures)))
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
     except (AccelError, OSError) as error:
         raise SystemExit(f"bench_floats: {told(error)[0]}") from None
     except ModuleNotFoundError as error:
         raise SystemExit(f"bench_floats: {error}; pip install llama-cpp-python") from None
-    columns = (
-        "model",
-        "text",
-        ">tokens",
-        ">KL",
-        ">KL 99 %",
-        ">same top",
-        ">perplexity",
-        ">llama.cpp's",
-    )
-    console.table(columns, rows, f"{dtype} folders against llama.cpp")
+    heads = "model,text,>tokens,>first KL,>KL,>KL 99 %,>same top,>perplexity,>llama.cpp's"
+    console.table(heads.split(","), rows, f"{dtype} folders against llama.cpp")
 
 
 if __name__ == "__main__":
