@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from captured import over_state
 
 import accel
 from accel.compiler import report
+from accel.compiler.over_state import over_state
 from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program
+from accel.ir.user_cache import private_folder
 from accel.lowering.onnx import native
-from accel.lowering.onnx.native.cache import private_folder
 
 from . import captures, sampled, traces
 

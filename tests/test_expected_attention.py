@@ -4,8 +4,8 @@ import matrix
 import numpy as np
 import pytest
 import torch
-from captured import keys_of
 
+from accel.compiler.over_state import keys_of
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv._shared.tables import measured

@@ -3,8 +3,8 @@
 import pytest
 import run
 import train
-from runs import absorb, aimed, fit, head, rounds, soft, table
 
+from accel.compiler.train.runs import absorb, aimed, fit, head, rounds, soft, table
 from accel.runtime.length import Base
 from accel.runtime.length._head import OfTokens
 from accel.runtime.length._of_rounds import OfRounds
