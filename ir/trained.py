@@ -53,6 +53,11 @@ class Part:
         return ("measure", "measured") if self.measured else ("train", "trained")
 
     @property
+    def mark(self) -> str:
+        """How a list of recipes marks what needs it."""
+        return "+" if self.measured else "*"
+
+    @property
     def command(self) -> str:
         """What makes it."""
         return f"accel-compile train {self.key} MODEL{' --draft DRAFT' if self.of_two else ''}"
@@ -62,8 +67,8 @@ class Part:
         """How long that takes, by default."""
         rows = int(self.told.get("samples", 0)) * int(self.told["rows"])
         if self.measured:
-            return f"the model reads {rows * int(self.told['length']):,} tokens"
-        return f"the model continues {rows} texts" if rows else "30 minutes, or as --minutes says"
+            return f"reads {rows * int(self.told['length']):,} tokens"
+        return f"continues {rows} texts" if rows else "30 minutes (--minutes)"
 
 
 @cache

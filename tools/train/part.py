@@ -52,7 +52,7 @@ def arguments(words: list[str]) -> tuple[str, dict[str, Any]]:
             kind = Path if one.default is None else type(one.default)
             parser.add_argument(f"--{one.name}", type=kind)
     found = vars(parser.parse_args(words))
-    return found.pop("method"), {n: v for n, v in found.items() if v not in (None, False)}
+    return found.pop("method"), {n: v for n, v in found.items() if v is not None and v is not False}
 
 
 def main(words: list[str]) -> None:
