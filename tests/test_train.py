@@ -2,13 +2,11 @@
 
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import models
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from typer.testing import CliRunner
@@ -16,12 +14,22 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 from accel.compiler import measure
+from accel.compiler.assemble import assemble
+from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.over_state import keys_of
 from accel.compiler.train import kind, source
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs import absorb, aimed, fit, head, rounds, soft, table
-from accel.compiler.train.train import train
+from accel.compiler.train.source import Source
+from accel.compiler.train.train import method_of, train
 from accel.ir.errors import InputError, PassError
+from accel.ir.recipe import Recipe
 from accel.ir.trained import Part, how, part, parts
+from accel.passes.kv.score.expected_attention_stats import ExpectedAttentionStats
+from accel.passes.kv.score.q_filter import QFilter
+from accel.passes.kv.score.trim_kv import TrimKV
+from accel.passes.prefill.prune.kv_prediction import KvPrediction
+from accel.passes.trained import constants, sample
 from accel.runtime.length import Base
 from accel.runtime.length._head import OfTokens
 from accel.runtime.length._of_rounds import OfRounds
@@ -31,7 +39,6 @@ KINDS = {
     "tokenbutler": fit.FitRun, "specdec-pp": head.HeadRun, "q-filter": table.Measured,
 }  # fmt: skip
 SMALL = {"samples": 2, "length": 16, "rows": 1}
-PLAIN = {"target": "eager", "verify": False, "max_context": 64}
 
 
 # Kinds
@@ -115,6 +122,13 @@ def tiny(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def opened(tiny):
+    """It as parts are made for it, captured once."""
+    quiet = (lambda *_: None,) * 2
+    return Source(tiny, read_tokenizer(None, tiny), None, *quiet)
+
+
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """kept() -> the parts in a cache that begins empty."""
@@ -122,136 +136,156 @@ def kept(tmp_path, monkeypatch):
     return lambda: sorted((tmp_path / "cache" / "accel" / "parts").glob("*"))
 
 
+def changed(source, **options):
+    """The same model, with other options."""
+    other = replace(source, **options)
+    other.program = source.program
+    return other
+
+
 def call(*arguments):
     return CliRunner().invoke(cli.app, [str(a) for a in arguments])
 
 
-def built(tiny, recipe="q-filter", **options):
-    accel.optimize(tiny, recipe, **PLAIN, **options).close()
+def made(source, method, **options):
+    """The file of a table."""
+    return table.Measured.make(method, source, TrainOptions(**{**SMALL, **options})).file
 
 
+def find(method, program):
+    """What a build reads."""
+    return constants(method, program, keys_of(program))
+
+
+@pytest.mark.long
 def test_a_build_finds_what_the_command_measured(tiny, kept, tmp_path):
     out = tmp_path / "artifact"
-    refused = call("build", tiny, "--recipe", "q-filter", "--no-verify", "--out", out)
+    build = "build", tiny, "--recipe", "q-filter", "--no-verify", "--max-context", 64, "--out", out
+    refused = call(*build)
     assert refused.exit_code == 1 and not out.exists()
     assert "measure it: accel-compile train q-filter MODEL (reads 49,152 tokens)" in refused.stderr
     assert "or build with --train" in refused.stderr
-    made = call("train", "q-filter", tiny, "--samples", 3, "--length", 16)
-    assert made.exit_code == 0, made.output
-    assert "3 batches take about" in made.stderr and "3 rows of 16 tokens" in made.stdout
+    measured = call("train", "q-filter", tiny, "--samples", 3, "--length", 16)
+    assert measured.exit_code == 0, measured.output
+    assert "3 batches take about" in measured.stderr and "3 rows of 16 tokens" in measured.stdout
     (file,) = kept()
-    assert str(file) in made.stdout and file.stat().st_mode & 0o022 == 0
-    built(tiny)
+    assert str(file) in measured.stdout and file.stat().st_mode & 0o022 == 0
+    assert call(*build).exit_code == 0 and out.exists()
+    file.unlink()
+    assert call(*build, "--train").exit_code == 0 and kept() == [file]
 
 
-def test_what_is_wrong_is_said(tiny, kept, tmp_path):
-    out, short = tmp_path / "x.safetensors", tmp_path / "short"
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["knorm", "TINY"], "'knorm' does not exist"),
+        (["trim_kv", "TINY"], "did you mean 'trim-kv'"),
+        (["trim-kv", "nowhere"], "nowhere"),
+        (["trim-kv", "TINY", "--rate", 0], "rate is 0.0; give more than 0"),
+        (["specdec-pp", "TINY"], "--draft DRAFT"),
+        (["q-filter", "TINY", "--aux", "TINY"], "goes by no smaller model; leave --aux out"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said(arguments, why, tiny, kept):
+    said = call("train", *(tiny if one == "TINY" else one for one in arguments))
+    assert said.exit_code == 1 and why in said.stderr, said.output
+    assert not kept()
+
+
+def test_a_text_that_does_not_do_is_refused(opened, tmp_path):
+    short = tmp_path / "short"
     short.write_text("one")
-    for arguments, why in (
-        (["knorm", tiny], "'knorm' does not exist"),
-        (["trim_kv", tiny], "did you mean 'trim-kv'"),
-        (["trim-kv", tmp_path / "none"], "does not exist"),
-        (["trim-kv", tiny, "--resume", "--out", out], "is not there: leave --resume out"),
-        (["trim-kv", tiny, "--rate", 0], "rate is 0.0; give more than 0"),
-        (["trim-kv", tiny, "--text", tmp_path], "cannot read"),
-        (["q-filter", tiny, "--text", short], "smaller --length"),
-        (["specdec-pp", tiny], "--draft DRAFT"),
-        (["q-filter", tiny, "--aux", tiny], "goes by no smaller model; leave --aux out"),
-    ):
-        said = call("train", *arguments)
-        assert said.exit_code == 1 and why in said.stderr, said.output
-    assert not out.exists() and not kept()
+    for text, why in ((tmp_path, "cannot read"), (short, "smaller --length")):
+        with pytest.raises(InputError, match=why):
+            made(changed(opened, text=text), QFilter())
+    with pytest.raises(InputError, match="has no tokenizer for a text; give one, as --tokenizer"):
+        made(changed(opened, tokenizer=None), QFilter())
 
 
-def test_a_recipe_file_gives_the_options(tiny, kept, tmp_path):
+def test_a_recipe_file_gives_the_method_and_its_options(tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[kv.score]\nuse = "expected-attention-stats"\nsinks = 3\n')
-    train(str(recipe), tiny, SMALL)
-    with safe_open(kept()[0], "pt") as file:
-        assert file.metadata()["options"] == '{"sinks": 3}'
+    assert method_of(str(recipe), {}) == ExpectedAttentionStats(sinks=3)
+    assert method_of("kv-prediction", {"aux": tmp_path}) == KvPrediction(aux=str(tmp_path))
     recipe.write_text('[kv.score]\nuse = "knorm"\n')
     with pytest.raises(accel.RecipeError, match="names 0 methods with a part"):
-        train(str(recipe), tiny, SMALL)
+        method_of(str(recipe), {})
 
 
 # What is kept
 
 
-def stats(**options):
-    """A recipe whose table depends on an option."""
-    return {
-        "kv.score": {"use": "expected-attention-stats", **options},
-        "kv.budget": {"use": "uniform", "tokens_kept": 8},
-    }
-
-
-def test_a_part_of_other_options_is_not_taken(tiny, kept):
-    train("expected-attention-stats", tiny, SMALL)
-    built(tiny, stats())
+def test_a_part_of_other_options_is_not_taken(opened, kept):
+    file = made(opened, ExpectedAttentionStats())
+    assert kept() == [file]
+    find(ExpectedAttentionStats(epsilon=0.5), opened.program)  # which it does not depend on
+    other = ExpectedAttentionStats(sinks=2)
     with pytest.raises(PassError, match="is for sinks = 4 and not 2; .* measure it: accel-compile"):
-        built(tiny, stats(sinks=2))
-    built(tiny, stats(sinks=2), train=True)
-    assert len(kept()) == 2
-    built(tiny, stats(sinks=2))
-    built(tiny, stats())
+        find(other, opened.program)
+    second = made(opened, other)
+    assert kept() == sorted([file, second])
+    mine = [find(m, opened.program)[0]["mean"] for m in (other, ExpectedAttentionStats())]
+    assert not torch.equal(*mine)
 
 
-def test_a_damaged_part_is_refused(tiny, kept):
-    train("q-filter", tiny, SMALL)
-    (file,) = kept()
+def test_a_damaged_part_is_refused(opened, kept):
+    file = made(opened, QFilter())
     whole = file.read_bytes()
-    file.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]]))
-    with pytest.raises(PassError, match="is damaged: its numbers.*accel-compile train q-filter"):
-        built(tiny)
-    file.write_bytes(whole[:40])
-    with pytest.raises(PassError, match="not a complete safetensors file.*remove it, and measure"):
-        built(tiny)
+    for content, why in (
+        (whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]]), "is damaged: its numbers"),
+        (whole[:40], "not a complete safetensors file.*remove it, and measure"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(PassError, match=f"{why}.*accel-compile train q-filter"):
+            find(QFilter(), opened.program)
     file.write_bytes(whole)
+    find(QFilter(), opened.program)  # the control
     file.chmod(0o666)
     with pytest.raises(PassError, match="others may write it; remove it, and measure"):
-        built(tiny)
-    file.chmod(0o600)
-    built(tiny)
+        find(QFilter(), opened.program)
 
 
-def test_a_part_of_another_model_is_not_taken(tiny, kept, tmp_path):
+def test_a_part_of_another_model_is_not_taken(opened, kept):
     """And one of near weights is named, for a recipe that takes it."""
-    train("q-filter", tiny, SMALL)
-    (file,) = kept()
-    tensors = load_file(tiny / "model.safetensors")
-    for name, changed, words in (
-        ("near", lambda t: (t / t.abs().max() * 7).round() / 7 * t.abs().max(), "near weights"),
-        ("other", lambda t: t.flip(0), "the bundled file was measured for another model; for"),
+    file = made(opened, QFilter())
+    keys = keys_of(opened.program)
+    name = str(next(n for n in opened.program.params if "k_proj" in n or "layers.0.k" in n))
+    for other, words, taken in (
+        (lambda t: (t / t.abs().max() * 7).round() / 7 * t.abs().max(), "near weights", True),
+        (lambda t: t.flip(0), "the bundled file was measured for another model; for", False),
     ):
-        folder = tmp_path / name
-        folder.mkdir()
-        for one in tiny.iterdir():
-            (folder / one.name).write_bytes(one.read_bytes())
-        moved = {n: changed(t).contiguous() if t.ndim == 2 else t for n, t in tensors.items()}
-        save_file(moved, folder / "model.safetensors", {"format": "pt"})
+        program = opened.program.copy()
+        program.params[name] = other(opened.program.params[name]).contiguous()
+        assert sample(program, keys_of(program)) != sample(opened.program, keys)
         with pytest.raises(PassError, match=words):
-            built(folder)
-        named = {
-            "kv.score": {"use": "q-filter", "table": str(file)},
-            "kv.budget": {"use": "uniform", "tokens_kept": 8},
-        }
-        if name == "near":
-            built(folder, named)
-        else:
-            with pytest.raises(PassError, match="measured for another model.*leave `table` out"):
-                built(folder, named)
+            find(QFilter(), program)
+        if taken:
+            find(QFilter(str(file)), program)
+            continue
+        with pytest.raises(PassError, match="measured for another model.*leave `table` out"):
+            find(QFilter(str(file)), program)
 
 
-def test_a_build_measures_what_is_missing_once(tiny, kept, monkeypatch):
+def test_a_build_measures_what_is_missing_once(opened, kept, monkeypatch):
     few = {**parts()["q-filter"].told, **{name: str(value) for name, value in SMALL.items()}}
     monkeypatch.setattr(measure, "part", lambda key, _: Part(key, few, False))
-    built(tiny, train=True)
+    monkeypatch.setattr(measure, "over_state", lambda program: program)
+    plan = assemble(Recipe.load("q-filter"))
+
+    def missing(reader=opened.tokenizer):
+        measure.measure_missing(plan, opened.program, reader, lambda *_: None)
+
+    with pytest.raises(InputError, match="no tokenizer for the text that its table"):
+        missing(None)
+    missing()
     (file,) = kept()
+    find(plan.methods["kv.score"], opened.program)
     monkeypatch.setattr(measure, "measured", None)
-    built(tiny, train=True)
+    missing()
     file.unlink()
     with pytest.raises(TypeError):
-        built(tiny, train=True)
+        missing()
 
 
 def test_an_error_tells_the_command_and_the_time():
@@ -265,45 +299,58 @@ def test_an_error_tells_the_command_and_the_time():
 # Runs that are left
 
 
-def test_a_run_can_be_left_and_taken_up(tiny, kept):
-    given = {"minutes": 0.02, "length": 16, "inner": 4, "threads": 1}
-    left = train("trim-kv", tiny, given, say=lambda _: os.kill(os.getpid(), signal.SIGINT))
+def trained(source, **given):
+    """A run of trim-kv."""
+    options = {"minutes": 0.01, "length": 16, "inner": 4, "threads": 1, **given}
+    return soft.SoftRun.make(TrimKV(), source, TrainOptions(**options))
+
+
+def test_a_run_can_be_left_and_taken_up(opened, kept):
+    stop = changed(opened, say=lambda _: os.kill(os.getpid(), signal.SIGINT))
+    left = trained(stop)
     assert left.file is None and "--resume goes on" in left.told
     assert [file.suffix for file in kept()] == [".run"]
     with pytest.raises(InputError, match="holds a run that was left: add --resume"):
-        train("trim-kv", tiny, given)
+        trained(opened)
     with pytest.raises(InputError, match="holds no run of this model with these options"):
-        train("trim-kv", tiny, {**given, "inner": 5, "resume": True})
+        trained(opened, inner=5, resume=True)
     steps = []
-    whole = train("trim-kv", tiny, {**given, "resume": True}, progress=lambda n, _: steps.append(n))
+    again = changed(opened, progress=lambda name, _: steps.append(name))
+    whole = trained(again, resume=True)
     assert [file.suffix for file in kept()] == [".safetensors"] and whole.file == kept()[0]
     assert not any(step.startswith("step 1 ") for step in steps), "the first one was done"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    tables = {"kv.score": {"use": "trim-kv"}, "kv.budget": {"use": "uniform", "tokens_kept": 8}}
-    built(tiny, tables)
+    TrimKV().tensors(opened.program, keys_of(opened.program))
+    with pytest.raises(InputError, match="is not there: leave --resume out"):
+        trained(opened, resume=True)
 
 
-def test_a_text_that_would_be_read_too_often_is_refused(tiny, kept, monkeypatch, tmp_path):
+def test_a_text_that_would_be_read_too_often_is_refused(opened, kept, monkeypatch, tmp_path):
     monkeypatch.setattr(source, "MOST_READINGS", 1e-4)
-    given = {"minutes": 0.02, "length": 16, "inner": 4}
     with pytest.raises(InputError, match="accel's own text has .* give a longer one, as --text"):
-        train("trim-kv", tiny, given)
+        trained(opened)
     text = tmp_path / "text"
     text.write_text("def f(x): return x " * 9)
-    assert train("trim-kv", tiny, {**given, "text": text}).file
+    assert trained(changed(opened, text=text)).file
 
 
+@pytest.mark.long
 def test_a_head_is_kept_for_its_two_models(tiny, kept):
-    given = {"draft": tiny, "minutes": 0.01, "length": 16, "rows": 1, "inner": 4}
     recipe = {
         "loop": {"use": "speculative"}, "draft": {"use": "model", "path": str(tiny)},
         "length": {"use": "specdec-pp"}, "tree": {"use": "chain"},
         "verify": {"use": "sample-match"},
     }  # fmt: skip
+    plain = {"target": "eager", "verify": False, "max_context": 64}
     with pytest.raises(InputError, match="train it: accel-compile train specdec-pp MODEL --draft"):
-        built(tiny, recipe)
-    made = train("specdec-pp", tiny, given)
-    with accel.optimize(tiny, recipe, **PLAIN) as model:
-        assert model.recipe["tables"]["length"]["trained"] == str(made.file)
-        tokens = model.generate([torch.arange(3, 9).tolist()], max_new_tokens=4)
-        assert tokens
+        accel.optimize(tiny, recipe, **plain)
+    given = {"draft": tiny, "minutes": 0.01, "length": 16, "rows": 1, "inner": 4}
+    file = train("specdec-pp", tiny, given).file
+    with accel.optimize(tiny, recipe, **plain) as model:
+        assert model.recipe["tables"]["length"]["trained"] == str(file)
+        assert model.generate([list(range(3, 9))], max_new_tokens=4)
+    with accel.optimize(tiny, recipe, **{**plain, "target": "onnx"}) as model:
+        named = model.recipe["tables"]["length"]["trained"]
+        assert named != str(file), "the artifact has a copy"
+        file.unlink()
+        assert model.generate([list(range(3, 9))], max_new_tokens=4)

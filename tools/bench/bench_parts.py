@@ -39,7 +39,9 @@ def main(
         f"{model.name}: {facts.parameters:,} parameters; load and capture take "
         f"{time.process_time() - start:.0f} s of processor time\n"
     )
-    print("| method | tokens read | processor time, s | ms per token | file, kB |\n|---|---|---|---|---|")
+    print(
+        "| method | tokens read | processor time, s | ms per token | file, kB |\n|---|---|---|---|---|"
+    )
     known = trained_methods()
     with TemporaryDirectory() as folder:
         for key in methods or [key for key, one in parts().items() if one.measured]:

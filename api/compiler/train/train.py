@@ -46,7 +46,7 @@ def train(
     Raises:
         AccelError: with the place, the reason and the next step.
     """
-    one = _method(method, given)
+    one = method_of(method, given)
     options = TrainOptions.of(one.key, given)
     kind = kind_of(type(one))
     if kind is None:
@@ -66,7 +66,7 @@ def train(
         torch.set_num_threads(before)
 
 
-def _method(name: str, given: Mapping[str, Any]) -> Any:
+def method_of(name: str, given: Mapping[str, Any]) -> Any:
     """The method of that name, or the one with a part of a recipe file. Raises AccelError."""
     known = trained_methods()
     beside = {"aux": str(given["aux"])} if given.get("aux") is not None else {}
