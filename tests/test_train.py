@@ -22,9 +22,11 @@ from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs import absorb, aimed, fit, head, rounds, soft, table
 from accel.compiler.train.source import Source
 from accel.compiler.train.train import method_of, train
+from accel.ir import trained as ir_trained
 from accel.ir.errors import InputError, PassError
 from accel.ir.recipe import Recipe
 from accel.ir.trained import Part, how, part, parts
+from accel.ir.user_cache import cache_folder
 from accel.passes.kv.score.expected_attention_stats import ExpectedAttentionStats
 from accel.passes.kv.score.q_filter import QFilter
 from accel.passes.kv.score.trim_kv import TrimKV
@@ -131,9 +133,9 @@ def opened(tiny):
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """kept() -> the parts in a cache that begins empty."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return lambda: sorted((tmp_path / "cache" / "accel" / "parts").glob("*"))
+    """kept() -> the parts in a folder of the cache that begins empty."""
+    monkeypatch.setattr(ir_trained, "_FOLDER", f"parts-{tmp_path.name}")
+    return lambda: sorted((cache_folder() / f"parts-{tmp_path.name}").glob("*"))
 
 
 def changed(source, **options):

@@ -22,6 +22,7 @@ from accel.compiler.train.kind import kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import Source
 from accel.ir.axis import find_axes
+from accel.ir.errors import AccelError
 from accel.ir.trained import parts
 
 
@@ -50,7 +51,11 @@ def main(
             options, kind = TrainOptions.of(key, given), kind_of(method)
             assert kind is not None
             start = time.process_time()
-            file = kind.make(find_axes()[axis].build(key), source, options).file
+            try:
+                file = kind.make(find_axes()[axis].build(key), source, options).file
+            except AccelError as error:
+                print(f"| `{key}` | refused: {error} | | | |", flush=True)
+                continue
             assert file is not None
             spent, size = time.process_time() - start, file.stat().st_size
             tokens = options.samples * options.rows * min(options.length, facts.max_context)
