@@ -28,6 +28,7 @@ from accel.commands import (
     serve,
     sign,
     smoke,
+    train,
     verify,
 )
 from accel.ir.errors import AccelError
@@ -43,6 +44,7 @@ Examples:
   accel-compile recipes float16
   accel-compile explain snapkv
   accel-compile choose ./my-model --prompts prompts.jsonl
+  accel-compile train kvquant ./my-model
   accel-compile smoke llama
 
 Every command has --help. An error prints one line and exits with 1 (wrong usage: 2). Set
@@ -91,6 +93,7 @@ for module in (
     recipes,
     explain,
     choose,
+    train,
     inspect,
     sign,
     verify,

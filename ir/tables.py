@@ -57,11 +57,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tables(ABC):
-    """A method with constants of each layer. `table`: their file; empty: the bundled file.
+    """A method with constants of each layer. `table`: their file; empty: the one that is kept for the model.
 
     The constants reach the method's functions as parameters of their names: tensors where a function is traced
     (a score's `__call__`, a budget's `heads`, what `kv.select` traces), arrays in a budget's `tokens` and `most`.
-    `tools/train/train.py METHOD` measures them.
+    `accel-compile train METHOD MODEL` measures them.
     """
 
     table: str = ""

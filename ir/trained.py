@@ -1,9 +1,16 @@
-"""Files of trained parts and tables, small tensors beside a frozen model: `tools/train/train.py METHOD` makes
-them. No torch.
+"""Files of trained parts and tables, small tensors beside a frozen model: `accel-compile train METHOD MODEL` makes
+them. Where a recipe names none, the user's cache is looked through, by model and method; then what comes with accel,
+which is for the bundled model. No torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,36 +20,220 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from accel.ir.errors import AccelError
+from accel.ir.user_cache import cache_folder, open_private, private_folder
 
 Tensors = dict[str, npt.NDArray[Any]]
+_FOLDER = "parts"  # of the user's cache
 
 
-def found(key: str, trained: str) -> Path:
-    """The file that a method's option names; empty: what comes with accel, for the bundled model."""
-    return Path(trained) if trained else Path(str(files("accel.reference") / f"{key}.safetensors"))
+class Likeness(Enum):
+    """How a model is to the one that a file is for: NEAR, the same in other types, or trained further."""
+
+    SAME = "same"
+    NEAR = "near"
+    OTHER = "other"
 
 
-def opened(
-    key: str, file: Path, another: str, kind: type[AccelError]
-) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors (integers as they are, others as float32), and notes of a method's file. Raises `kind`, which ends with
-    how to make `another`: the file is not there, damaged, or another method's.
+@dataclass(frozen=True)
+class Part:
+    """How the part of a method is made: `told` are the options by which the bundled one was."""
+
+    key: str
+    told: Mapping[str, str]
+    of_two: bool  # whether it is for a model and its draft model
+
+    @property
+    def measured(self) -> bool:
+        """Whether it needs statistics only, and so can be made at build."""
+        return "rate" not in self.told
+
+    @property
+    def verb(self) -> tuple[str, str]:
+        """What is done, and was done."""
+        return ("measure", "measured") if self.measured else ("train", "trained")
+
+    @property
+    def mark(self) -> str:
+        """How a list of recipes marks what needs it."""
+        return "+" if self.measured else "*"
+
+    @property
+    def command(self) -> str:
+        """What makes it."""
+        return f"accel-compile train {self.key} MODEL{' --draft DRAFT' if self.of_two else ''}"
+
+    @property
+    def time(self) -> str:
+        """How long that takes, by default."""
+        rows = int(self.told.get("samples", 0)) * int(self.told["rows"])
+        if self.measured:
+            return f"reads {rows * int(self.told['length']):,} tokens"
+        return f"continues {rows} texts" if rows else "30 minutes (--minutes)"
+
+
+@cache
+def parts() -> dict[str, Part]:
+    """Every part that comes with accel, by method: all that must be measured or trained."""
+    found = {}
+    for file in sorted(Path(str(files("accel.reference"))).glob("*.safetensors")):
+        with safe_open(file, framework="np") as inside:
+            about = inside.metadata() or {}
+        if "told" in about:
+            of_two = isinstance(json.loads(about["model"]), dict)
+            found[file.stem] = Part(file.stem, json.loads(about["told"]), of_two)
+    return found
+
+
+def part(key: str, measured: bool) -> Part:
+    """How a method's part is made, also where none comes with accel."""
+    plain = {"rows": "1", "length": "768", **({"samples": "64"} if measured else {"rate": ""})}
+    return parts().get(key, Part(key, plain, False))
+
+
+def how(one: Part) -> str:
+    """What makes a part, as the end of an error."""
+    at_build = ", or build with --train (train=True)" if one.measured else ""
+    return f"{one.verb[0]} it: {one.command} ({one.time}){at_build}"
+
+
+def bundled(key: str) -> Path:
+    """The part that comes with accel, where there is one."""
+    return Path(str(files("accel.reference") / f"{key}.safetensors"))
+
+
+def stem(key: str, model: str) -> str:
+    """How the name of a kept file begins. `model`: by what the model is known again."""
+    return f"{key}-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
+
+
+def place(key: str, model: str, options: Mapping[str, Any]) -> Path:
+    """Where a part is kept, made ready. `options`: of the method, those that it was made by. Raises OSError, and
+    RuntimeError where the user has no home.
     """
-    if not file.is_file():
-        raise kind(f"{key}: {file} does not exist; {another}")
+    by = hashlib.sha256(json.dumps(dict(options), sort_keys=True).encode()).hexdigest()[:8]
+    folder = private_folder() / _FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{stem(key, model)}-{by}.safetensors"
+
+
+def located(
+    one: Part,
+    named: tuple[str, str],
+    whose: str,
+    model: str,
+    options: Mapping[str, Any],
+    like: Callable[[str, str], Likeness],
+    kind: type[AccelError],
+) -> Path:
+    """The file of a method for a model: the one that its option names, else one that is kept, else the bundled one.
+
+    named: the option and its value. whose: the model's name. model: by what it is known again, which `like` compares
+    with what a file tells. options: the method's. Raises `kind`, with how to make one.
+    """
+    option, given = named
+    key, done, act = one.key, one.verb[1], how(one)
+    if given:
+        act = f"{act}, and leave `{option}` out of the recipe"
+        file = Path(given)
+        told = _notes(key, file, act, kind)
+        if like(told.get("model", ""), model) is Likeness.OTHER:
+            raise kind(f"{key}: {file} was {done} for another model; for {whose}, {act}")
+        return file
+    reasons = []
+    for file in _kept(one, model, kind):
+        mine = file.name.startswith(stem(key, model))
+        try:
+            told = _notes(key, file, f"remove it, and {act}", kind)
+        except AccelError:
+            if mine:
+                raise
+            continue
+        found = like(told.get("model", ""), model)
+        by = json.loads(told.get("options", "{}"))
+        wrong = {n: v for n, v in by.items() if json.loads(json.dumps(options.get(n))) != v}
+        if found is Likeness.SAME and not wrong:
+            return file
+        if found is Likeness.SAME:
+            other = ", ".join(f"{n} = {v} and not {options.get(n)}" for n, v in wrong.items())
+            reasons.append(f"{file} is for {other}")
+        elif found is Likeness.NEAR:
+            reasons.append(
+                f"{file} is for near weights (another quantisation or a training further); to take it, set "
+                f"`{option}` to it in the recipe"
+            )
+    file = bundled(key)
+    first = f"nothing was {done} for this model"
+    if file.is_file():
+        if like(_notes(key, file, act, kind).get("model", ""), model) is Likeness.SAME:
+            return file
+        first = f"the bundled file was {done} for another model"
+    raise kind(f"{key}: {'; '.join([first, *reasons])}; for {whose}, {act}")
+
+
+def opened(one: Part, file: Path, kind: type[AccelError]) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors (integers as they are, others as float32), and notes of a method's file. Raises `kind`, which ends with
+    how to make another: the file is not there, damaged, or another method's.
+    """
+    key, act = one.key, how(one)
+    told = _notes(key, file, act, kind)
     try:
         with safe_open(file, framework="np") as inside:
-            told = inside.metadata() or {}
-            tensors = {name: _widened(inside.get_tensor(name)) for name in inside.keys()}
+            tensors = {name: inside.get_tensor(name) for name in inside.keys()}
     except (OSError, SafetensorError) as error:
-        raise kind(
-            f"{key}: {file} is not a complete safetensors file ({error}); {another}"
-        ) from error
+        raise kind(_incomplete(key, file, error, act)) from error
+    if told.get("digest", digest(tensors)) != digest(tensors):
+        raise kind(f"{key}: {file} is damaged: its numbers are not those that were written; {act}")
+    return {name: _widened(array) for name, array in tensors.items()}, told
+
+
+def digest(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
+    """By what the numbers of a file are known."""
+    found = hashlib.sha256()
+    for name, array in sorted(tensors.items()):
+        found.update(f"{name} {array.dtype} {array.shape} ".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
+
+
+def _kept(one: Part, model: str, kind: type[AccelError]) -> Iterator[Path]:
+    """The kept files of a method, those of the model first. Raises `kind` where the cache is not the user's own."""
+    key = one.key
+    try:
+        folder = cache_folder() / _FOLDER
+        if not folder.is_dir():
+            return
+        private_folder()
+    except RuntimeError:  # no home folder
+        return
+    except OSError as error:
+        raise kind(f"{key}: {error}") from error
+    there = sorted(folder.glob(f"{key}-*.safetensors"))
+    for file in sorted(there, key=lambda f: not f.name.startswith(stem(key, model))):
+        try:
+            open_private(file).close()
+        except OSError as error:
+            raise kind(f"{key}: {error}; remove it, and {how(one)}") from error
+        yield file
+
+
+def _notes(key: str, file: Path, act: str, kind: type[AccelError]) -> dict[str, str]:
+    """What a method's file tells. Raises `kind`, as `opened`."""
+    if not file.is_file():
+        raise kind(f"{key}: {file} does not exist; {act}")
+    try:
+        with safe_open(file, framework="np") as inside:
+            told = dict(inside.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise kind(_incomplete(key, file, error, act)) from error
     if told.get("method") != key:
         raise kind(
-            f"{key}: {file} holds {told.get('method', 'something that accel did not train')!r}; {another}"
+            f"{key}: {file} holds {told.get('method', 'something that accel did not train')!r}; {act}"
         )
-    return tensors, told
+    return told
+
+
+def _incomplete(key: str, file: Path, error: Exception, act: str) -> str:
+    return f"{key}: {file} is not a complete safetensors file ({error}); {act}"
 
 
 def _widened(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

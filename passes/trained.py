@@ -1,6 +1,6 @@
 """Trained parts (small modules beside a frozen model) and tables, in a safetensors file that a recipe names.
 
-`tools/train/train.py METHOD` makes such a file. What comes with accel is for the bundled model.
+`accel-compile train METHOD MODEL` makes such a file, and keeps it where builds find it (`ir/trained.py`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,11 +21,12 @@ from accel.ir.ops.attention import Form
 from accel.ir.program import Program
 from accel.ir.region import sizes
 from accel.ir.tables import Rows, Sizes, Tables
-from accel.ir.trained import found, opened
+from accel.ir.trained import Likeness, digest, located, opened, part
 
 Parts = dict[int, dict[str, Tensor]]  # layer, or ALL -> name -> tensor
 ALL = -1  # of what all layers share
 _SAMPLES = 64  # numbers of a weight that tell one model from another
+_NEAR = 0.3  # of the numbers' norm
 _LINEAR = torch.ops.aten.linear.default
 
 
@@ -47,9 +48,9 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Trained(ABC):
-    """A method with trained tensors. `trained`: their file; empty: the bundled file.
+    """A method with trained tensors. `trained`: their file; empty: the one that is kept for the model.
 
-    `tools/train/train.py` trains what the method `start`s with: a score with `soften` and `excess` softly in the model,
+    `accel-compile train` trains what the method `start`s with: a score with `soften` and `excess` softly in the model,
     one with `aim` by what its `note` of each token of a text shall be ([B,T,G], out of a `Lesson`).
     """
 
@@ -75,8 +76,7 @@ class Trained(ABC):
         }
         if common := self.shared(widths[min(widths)]):
             want[ALL] = common
-        told = sample(program, keys)
-        return read(self.key, self.trained, ("train", "trained"), program.facts.name, told, want)
+        return read(self, program.facts.name, sample(program, keys), want)
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> 
         layer: method.sizes(int(sizes(node)[3]), int(sizes(node)[1]))
         for layer, node in keys.items()
     }
-    told = measured_for(method, program, keys)
-    return read(method.key, method.table, ("measure", "measured"), program.facts.name, told, want)
+    return read(method, program.facts.name, measured_for(method, program, keys), want)
 
 
 def measured_for(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> str:
@@ -119,29 +118,15 @@ def measured_for(method: Tables, program: Program, keys: Mapping[int, fx.Node]) 
     )
 
 
-def read(
-    key: str,
-    named: str,
-    verb: tuple[str, str],
-    model: str,
-    numbers: str,
-    want: Mapping[int, Sizes],
-) -> Parts:
-    """The tensors of a method's file, checked. `named`: the recipe's option; `verb`: how such a file is made; `model`,
-    `numbers`: its name, and some of its weights; `want`: sizes, -1: any. Raises PassError, as `Trained.tensors`.
+def read(method: Trained | Tables, model: str, numbers: str, want: Mapping[int, Sizes]) -> Parts:
+    """The tensors of a method's file, checked. `model`, `numbers`: its name, and some of its weights; `want`: sizes,
+    -1: any. Raises PassError, as `Trained.tensors`.
     """
-    do, done = verb
-    option = "trained" if done == "trained" else "table"
-    file = found(key, named)
-    another = (
-        f"{do} it: python tools/train/train.py {key} MODEL --out FILE, and set `{option}` to the "
-        f"FILE in the recipe"
-    )
-    arrays, told = opened(key, file, another, PassError)
+    key, one = method.key, part(method.key, isinstance(method, Tables))
+    named = ("table", method.table) if isinstance(method, Tables) else ("trained", method.trained)
+    file = located(one, named, model, numbers, options_of(method), like_weights, PassError)
+    arrays, _ = opened(one, file, PassError)
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if not same_model(told.get("model", ""), numbers):
-        whose = str(file) if named else "the bundled file"
-        raise PassError(f"{key}: {whose} was {done} for another model; for {model}, {another}")
     parts: Parts = {}
     for layer, shapes in want.items():
         parts[layer] = {name: tensors.get(_named(layer, name), torch.empty(0)) for name in shapes}
@@ -152,15 +137,28 @@ def read(
             ):
                 raise PassError(
                     f"{key}: {file} has {_named(layer, name)} of size {list(has)}, this model needs {list(size)} "
-                    f"(-1: any); {do} it again for this model"
+                    f"(-1: any); {one.verb[0]} it again for this model"
                 )
     return parts
 
 
+def options_of(method: Any) -> dict[str, Any]:
+    """A method's options but the file of its part."""
+    found = {f.name: getattr(method, f.name) for f in fields(method) if f.init}
+    return {n: v for n, v in found.items() if n not in ("table", "trained")}
+
+
 def write(
-    method: Trained | Tables, file: Path, parts: Parts, model: str, told: Mapping[str, Any]
+    method: Any,
+    file: Path,
+    parts: Parts,
+    model: str,
+    told: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
 ) -> None:
-    """A file that `tensors` or `constants` reads; whole or not at all."""
+    """A file that `tensors` or `constants` reads; whole or not at all. `options`: of the method, by which it was
+    made.
+    """
     half = isinstance(method, Trained)
     flat = {
         _named(layer, n): (t.detach().half() if half else t.detach()).contiguous()
@@ -168,8 +166,15 @@ def write(
         for n, t in ts.items()
     }
     new = file.with_name(file.name + ".new")
-    save_file(flat, new, {"method": method.key, "model": model, "told": json.dumps(dict(told))})
-    new.replace(file)
+    about = {"method": method.key, "model": model, "told": json.dumps(dict(told))}
+    about |= {"options": json.dumps(dict(options or {}))}
+    about |= {"digest": digest({n: t.cpu().numpy() for n, t in flat.items()})}
+    try:
+        save_file(flat, new, about)
+        new.chmod(new.stat().st_mode & ~0o022)  # kept ones are read only so
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _named(layer: int, name: str) -> str:
@@ -238,15 +243,19 @@ def some_of(weight: Tensor) -> str:
     return json.dumps([round(float(x), 6) for x in flat[::step][:_SAMPLES]])
 
 
-def same_model(told: str, found: str) -> bool:
-    """Whether two samples are of one model, in whatever type its weights are."""
+def like_weights(told: str, found: str) -> Likeness:
+    """How two samples are: of one model, or near. Rounding to 8 bits or more keeps them the same; rounding to 3 or 4
+    and further training leave them near, at a distance of 0.3 at most (of two models it is some 1.4).
+    """
     try:
         a, b = (torch.tensor(json.loads(text), dtype=torch.float32) for text in (told, found))
     except (ValueError, TypeError):
-        return False
-    return a.shape == b.shape and bool(
-        torch.allclose(a, b, rtol=0.02, atol=float(b.abs().max()) / 100)
-    )
+        return Likeness.OTHER
+    if a.shape != b.shape:
+        return Likeness.OTHER
+    if torch.allclose(a, b, rtol=0.02, atol=float(b.abs().max()) / 100):
+        return Likeness.SAME
+    return Likeness.NEAR if float((a - b).norm()) < _NEAR * float(b.norm()) else Likeness.OTHER
 
 
 def _floats(node: fx.Node) -> bool:

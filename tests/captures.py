@@ -15,12 +15,12 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from captured import shared as common
 from torch import nn
 
 from accel.compiler import optimize
 from accel.compiler import rewrite as rewriting
 from accel.compiler.explain import subject
+from accel.compiler.over_state import shared as common
 from accel.ir.capture import capture as capturing
 from accel.ir.program import Program
 from accel.passes import Pass, Step

@@ -14,16 +14,16 @@ import models
 import pytest
 import real
 import torch
-from captured import over_state
 
 import accel
 from accel.compiler import report
+from accel.compiler.over_state import over_state
 from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError
 from accel.ir.program import Program
+from accel.ir.user_cache import cache_folder, private_folder
 from accel.lowering.onnx import native
-from accel.lowering.onnx.native.cache import cache_folder, private_folder
 from accel.lowering.onnx.variants import NATIVE
 from accel.runtime.backends import clock
 from accel.runtime.backends.onnx import tune

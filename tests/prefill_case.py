@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import models
 import numpy as np
 import torch
-from captured import over_state, shared
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel.compiler.artifact_build import write_artifact
@@ -14,6 +13,7 @@ from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.in_process import in_process_model
 from accel.compiler.job import Job
+from accel.compiler.over_state import over_state, shared
 from accel.compiler.rewrite import rewrite
 from accel.ir.capture.capture import capture
 from accel.ir.recipe import Recipe

@@ -11,9 +11,9 @@ from typing import Any
 import models
 import numpy as np
 import torch
-from runs.fit import Fit
 
 import accel
+from accel.compiler.train.runs.fit import Fit
 from accel.ir.axis import Axis
 from accel.ir.ops.attention import Form
 from accel.ir.program import Program

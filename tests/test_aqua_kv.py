@@ -4,11 +4,11 @@ import models
 import numpy as np
 import pytest
 import torch
-from captured import keys_of, over_state
 from reference_data import REFERENCE, encode, sources
 from tokenizers import Tokenizer
 
 from accel.compiler.load.checkpoint import load_model
+from accel.compiler.over_state import keys_of, over_state
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError

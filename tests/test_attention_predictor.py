@@ -6,12 +6,12 @@ import pytest
 import torch
 from matrix import over_state
 from reference_data import REFERENCE
-from runs.fit import Fit
 from safetensors.torch import load_file
 from torch.nn import functional
 
 import accel
 from accel.compiler.assemble import assemble
+from accel.compiler.train.runs.fit import Fit
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Form

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from captured import keys_of
 
+from accel.compiler.over_state import keys_of
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows

@@ -2,7 +2,6 @@
 embeddings; its training sees each insertion alone; and what is refused.
 """
 
-import argparse
 import copy
 import re
 from functools import partial
@@ -10,15 +9,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from captured import over_state
-from runs import augment
-from runs.augment import AHEAD, Augmented, AugmentRun
 from torch.nn import functional as F
 
 import accel
 from accel.compiler.assemble import assemble
 from accel.compiler.explain import costs
+from accel.compiler.over_state import over_state
 from accel.compiler.smoke.tiny_models import small_model
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.runs import augment
+from accel.compiler.train.runs.augment import AHEAD, Augmented, AugmentRun
 from accel.ir.capture.capture import capture
 from accel.ir.entries.augment import COPROCESS, EMBEDDED
 from accel.ir.errors import InputError, PassError, RecipeError
@@ -197,7 +197,7 @@ def test_the_law_of_insertions_catches(llama, broken, monkeypatch):
 
 
 @pytest.mark.long
-def test_training_makes_the_text_likelier_and_leaves_the_model():
+def test_training_makes_the_text_likelier_and_leaves_the_model(tmp_path):
     soft, parts = (
         Augmented(
             over_state(capture(module("llama"), max_context=CONTEXT)), CacheAugment(latents=N)
@@ -206,8 +206,8 @@ def test_training_makes_the_text_likelier_and_leaves_the_model():
     )
     before = {n: t.clone() for n, t in soft.fixed.items()}
     parts = soft.start(2, 0)
-    options = argparse.Namespace(rate=2e-2, minutes=1.0, seed=0, out=None)
-    run = AugmentRun(soft, parts, options)
+    options = TrainOptions(rate=2e-2, minutes=1.0)
+    run = AugmentRun(soft, parts, options, tmp_path / "run")
     ids, known = torch.from_numpy(TOKENS[:1, :45]), torch.ones(1, 44)
     first = run.learn(ids, known)
     for _ in range(12):

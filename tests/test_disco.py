@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from reference_data import REFERENCE
-from runs import rounds as trainer
-from runs.head import untaught
 from torch.nn import functional as F
 
 import accel
+from accel.compiler.train.runs import rounds as trainer
+from accel.compiler.train.runs.head import untaught
 from accel.ir.errors import InputError, RecipeError
 from accel.reference.kinds import prompts
 from accel.runtime.length._head import chance
@@ -134,7 +134,7 @@ def test_what_cannot_be_is_refused():
         with pytest.raises(RecipeError, match=f"length.disco: {words}"):
             Disco(**options)
     with pytest.raises(InputError, match="length.disco: the bundled file was trained for another model; train it: "
-                                         "python tools/train/train.py disco"):  # fmt: skip
+                                         "accel-compile train disco"):  # fmt: skip
         Disco().fit(Model(0, Model(1)))
     with pytest.raises(InputError, match="disco: nowhere does not exist"):
         Disco(trained="nowhere").begin(unmeasured_cost)

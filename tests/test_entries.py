@@ -3,10 +3,10 @@
 import models
 import pytest
 import torch
-from captured import over_state
 from matrix import random_part
 
 import accel
+from accel.compiler.over_state import over_state
 from accel.ir.capture.capture import capture
 from accel.ir.entries import kind_of, kinds
 from accel.ir.entries.prompt import part_of

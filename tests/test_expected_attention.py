@@ -6,8 +6,8 @@ import matrix
 import numpy as np
 import pytest
 import torch
-from captured import keys_of
 
+from accel.compiler.over_state import keys_of
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows

@@ -4,8 +4,8 @@ import models
 import numpy as np
 import pytest
 import torch
-from captured import over_state
 
+from accel.compiler.over_state import over_state
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, InputError, PassError, RecipeError
 from accel.passes.kv import moves

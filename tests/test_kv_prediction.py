@@ -4,11 +4,11 @@ import models
 import numpy as np
 import pytest
 import torch
-from captured import keys_of, over_state
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
 from accel.compiler.load.beside import beside
+from accel.compiler.over_state import keys_of, over_state
 from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError

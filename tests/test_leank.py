@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from captured import over_state
-from runs.fit import Fit
 
+from accel.compiler.over_state import over_state
+from accel.compiler.train.runs.fit import Fit
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError

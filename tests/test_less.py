@@ -1,16 +1,16 @@
 """less: evicted tokens go on in sums of fixed size, which queries read in one softmax with what stayed."""
 
-import argparse
 import math
 
 import models
 import numpy as np
 import pytest
 import torch
-from captured import keys_of, over_state
-from runs.absorb import Absorbing, AbsorbRun
 
 import accel
+from accel.compiler.over_state import keys_of, over_state
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.runs.absorb import Absorbing, AbsorbRun
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import attention
@@ -238,12 +238,10 @@ def test_graphs_give_what_the_oracle_does(tmp_path):
 
 
 def test_training_takes_error_away(stateful, tmp_path):
-    options = argparse.Namespace(
-        out=tmp_path / "a", rate=1e-2, minutes=1.0, inner=8, seed=0, length=24
-    )
+    options = TrainOptions(rate=1e-2, minutes=1.0, inner=8, seed=0, length=24)
     program = stateful("llama")
     soft = Absorbing(program, Less(), keys_of(program))
-    run = AbsorbRun(soft, soft.start(8, 0), options)
+    run = AbsorbRun(soft, soft.start(8, 0), options, tmp_path / "run")
     rng = torch.Generator().manual_seed(0)
     rows = [(torch.randint(3, 60, (2, 25), generator=rng), torch.ones(2, 24)) for _ in range(4)]
     before = soft_loss(soft, rows, run.parts)

@@ -1,6 +1,5 @@
 """specdec-pp: what its head tells, how it is trained, when a draft ends by it, and what is refused."""
 
-import argparse
 import json
 
 import numpy as np
@@ -8,14 +7,16 @@ import pytest
 import reference_data
 import reference_export
 import torch
-import train
-from runs import head as trainer
 from safetensors.numpy import save_file
 
 import accel
 from accel.compiler.assemble import assemble
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.runs import head as trainer
+from accel.compiler.train.source import Source
+from accel.compiler.train.train import train
 from accel.ir.axis import find_axes
-from accel.ir.errors import InputError, RecipeError
+from accel.ir.errors import CaptureError, InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.length import specdec_pp
@@ -33,8 +34,13 @@ SHIPPED = reference_data.REFERENCE / "specdec-pp.safetensors"
 
 @pytest.fixture(scope="module")
 def pair():
-    options = argparse.Namespace(model=reference_data.REFERENCE, draft=None, length=99)
-    return trainer.open_pair(SpecdecPp, options, reference_data.REFERENCE)
+    return opened_pair(reference_data.REFERENCE / "draft")
+
+
+def opened_pair(draft):
+    quiet = (lambda *_: None,) * 2
+    source = Source(reference_data.REFERENCE, None, None, *quiet)
+    return trainer.open_pair(SpecdecPp(), source, TrainOptions(draft=draft))[0]
 
 
 def head_of(file):
@@ -124,13 +130,12 @@ def test_the_chance_is_that_of_all_tokens_so_far():
 
 @pytest.mark.long
 def test_training_learns_and_can_be_left(pair, tmp_path):
-    options = {"rate": 1e-2, "minutes": 1.0, "seed": 0, "length": 16}
+    options = TrainOptions(rate=1e-2, minutes=1.0, length=16)
     ids = reference_export.windows(reference_export.load_tokenizer())[2:4, :33]
     known = torch.ones(2, 32)
 
     def begun(name):
-        run = argparse.Namespace(**options, out=tmp_path / name)
-        return trainer.HeadRun(pair, pair.start(8, 0), run)
+        return trainer.HeadRun(pair, pair.start(8, 0), options, tmp_path / name)
 
     whole, first = begun("a"), begun("b")
     losses = [whole.learn(ids, known)["loss"] for _ in range(25)]
@@ -146,19 +151,17 @@ def test_training_learns_and_can_be_left(pair, tmp_path):
         torch.testing.assert_close(a, b)
 
 
-def test_the_tool_trains_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr("sys.argv", ["train.py", "specdec-pp", *map(str, arguments)])
-        train.main()
-
+def test_training_a_head_and_what_is_wrong(tmp_path):
     out, text = tmp_path / "h.safetensors", tmp_path / "text"
     text.write_text("def f(x):\n    return x + 1\n" * 40)
-    with pytest.raises(SystemExit, match="--draft DRAFT"):
-        call(tmp_path, "--out", out, "--text", text)
-    with pytest.raises(SystemExit, match="cannot read a model in"):
-        call("--draft", tmp_path, "--out", out, "--text", text, "--length", 24)
-    call("--out", out, "--text", text, "--length", 24, "--minutes", 0.003, "--inner", 4)
-    assert "steps in" in capsys.readouterr().out and head_of(out)["first"].shape == (18, 4)
+    model, draft = reference_data.REFERENCE, reference_data.REFERENCE / "draft"
+    given = {"out": out, "text": text, "length": 24, "minutes": 0.003, "inner": 4}
+    with pytest.raises(InputError, match="--draft DRAFT"):
+        train("specdec-pp", model, given)
+    with pytest.raises(CaptureError, match="config.json"):
+        train("specdec-pp", model, {**given, "draft": tmp_path})
+    made = train("specdec-pp", model, {**given, "draft": draft})
+    assert "steps in" in made.told and head_of(out)["first"].shape == (18, 4)
 
 
 class Other:
@@ -258,7 +261,7 @@ def test_a_head_of_other_models_is_refused(written):
     method.fit(model)
     for wrong, words in ((Model(2, Model(1)), "another model"), (Model(0, Model(3)), "another draft model"),
                          (Model(0), "another draft model")):  # fmt: skip
-        told = f"was trained for {words}; train it: python tools/train/train.py specdec-pp"
+        told = f"was trained for {words}; train it: accel-compile train specdec-pp"
         with pytest.raises(InputError, match=told):
             method.fit(wrong)
     with pytest.raises(InputError, match="the bundled file was trained for another model"):
@@ -291,7 +294,7 @@ def test_files_that_hold_no_head_are_refused(written, tmp_path):
         ),
     ]:
         with pytest.raises(
-            InputError, match=f"specdec-pp: .*{words}.*train it: python tools/train/train.py"
+            InputError, match=f"specdec-pp: .*{words}.*train it: accel-compile train"
         ):
             SpecdecPp(trained=str(file)).begin(unmeasured_cost)
 

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-import train
-from captured import keys_of
 from safetensors.torch import load_file, save_file
 
+from accel.compiler.over_state import keys_of
 from accel.ir.errors import PassError
 from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.calibrate import feeds
@@ -181,7 +180,11 @@ def test_a_table_of_something_else_is_refused(stateful, filters, tmp_path):
     save_file(tensors, other, told)
     assert constants(QFilter(str(other)), program, keys)[1]["filter"].shape[0] == G  # the control
     refused("'headkv-r2'.*measure it", tensors, method="headkv-r2")
-    refused("measured for another model.*set `table`", tensors, model="[0.5, 0.25]")
+    refused(
+        "measured for another model.*train q-filter MODEL.*leave `table` out",
+        tensors,
+        model="[0.5, 0.25]",
+    )
     more = {n: torch.cat((t, t)) for n, t in tensors.items()}
     refused(r"0.filter of size \[4, \d+\], this model needs \[2, \d+\]", more)
     del tensors["1.filter"]
@@ -191,15 +194,3 @@ def test_a_table_of_something_else_is_refused(stateful, filters, tmp_path):
         constants(QFilter(str(other)), program, keys)
     with pytest.raises(PassError, match="the bundled file was measured for another model"):
         constants(QFilter(), program, keys)
-
-
-@pytest.mark.long
-def test_the_tool_measures_a_model(tmp_path, monkeypatch, capsys):
-    out, text = tmp_path / "g.safetensors", tmp_path / "text"
-    text.write_text("def f(x):\n    return x + 1\n" * 40)
-    arguments = ["q-filter", "--out", out, "--text", text, "--length", 32, "--samples", 2]
-    monkeypatch.setattr("sys.argv", ["train.py", *map(str, arguments)])
-    train.main()
-    assert "2 rows of 32 tokens" in capsys.readouterr().out
-    filters = load_file(out)
-    assert all(torch.isfinite(t).all() and t.abs().max() > 0 for t in filters.values())

@@ -1,16 +1,15 @@
 """threshold-evict: the rule, incremental and at once, what its part learns, training, targets, bad input."""
 
-import argparse
-
 import matrix
 import numpy as np
 import pytest
 import torch
 from reference_data import REFERENCE
-from runs.aimed import AimedRun
-from runs.soft import Soft
 
 import accel
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.runs.aimed import AimedRun
+from accel.compiler.train.runs.soft import Soft
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Form
 from accel.passes.kv.score.threshold_evict import ThresholdEvict
@@ -20,9 +19,7 @@ from accel.runtime.kv.budget.threshold import Threshold
 from .kv_case import close, decoded, evicting, kept, recipe, state
 from .kv_slots import choose, real, sets, slots
 
-OPTIONS = argparse.Namespace(
-    out=None, rate=1e-2, minutes=1.0, budget=4, pressure=1.0, inner=8, seed=0, length=24
-)
+OPTIONS = TrainOptions(rate=1e-2, minutes=1.0, budget=4, pressure=1.0, inner=8, seed=0, length=24)
 LAST = 4  # newest tokens that stay
 
 
@@ -226,9 +223,8 @@ def test_an_aim_without_norms_is_caught():
 
 
 def test_training_comes_nearer_to_the_aim(stateful, tmp_path):
-    options = argparse.Namespace(**{**vars(OPTIONS), "out": tmp_path / "a"})
     soft = Soft(stateful("llama"), ThresholdEvict())
-    run = AimedRun(soft, soft.start(8, 0), options)
+    run = AimedRun(soft, soft.start(8, 0), OPTIONS, tmp_path / "run")
     ids = torch.randint(3, 60, (2, 25), generator=torch.Generator().manual_seed(0))
     before = [t.detach().clone() for t in run.tensors]
     found = [run.learn(ids, torch.ones(2, 24)) for _ in range(25)]
@@ -271,7 +267,9 @@ def test_what_comes_with_accel_is_for_the_bundled_model():
 
 
 def test_another_model_is_refused(stateful):
-    with pytest.raises(PassError, match="threshold-evict: .*train it: python tools/train/train.py"):
+    with pytest.raises(
+        PassError, match="threshold-evict: .*train it: accel-compile train threshold-evict"
+    ):
         evicting(stateful("llama"), tables(""))
 
 

@@ -5,15 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from captured import keys_of
 from matrix import Case, Matrix, over_state
 from reference_data import REFERENCE
-from runs.fit import Fit
 from tokenizers import Tokenizer
 
 import accel
 from accel.compiler.assemble import assemble
 from accel.compiler.load.checkpoint import load_model
+from accel.compiler.over_state import keys_of
+from accel.compiler.train.runs.fit import Fit
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Form, attention, operands_of

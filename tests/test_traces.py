@@ -5,8 +5,8 @@ from dataclasses import replace
 import models
 import pytest
 import torch
-from captured import over_state
 
+from accel.compiler.over_state import over_state
 from accel.ir.capture.capture import capture
 from accel.passes.kv.score.knorm import KNorm
 

@@ -1,27 +1,24 @@
 """trim-kv: what its trained part must hold, how it is trained, and what is refused."""
 
-import argparse
-
 import matrix
 import numpy as np
 import pytest
 import torch
-import train
 from reference_data import REFERENCE
-from runs.soft import Soft, SoftRun
 from safetensors.torch import load_file, save_file
 
 import accel
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.runs.soft import Soft, SoftRun
 from accel.ir.errors import PassError
+from accel.ir.trained import Likeness
 from accel.passes.calibrate import feeds
 from accel.passes.kv.score.trim_kv import TrimKV
-from accel.passes.trained import same_model, sample, write
+from accel.passes.trained import like_weights, sample, write
 
 from .kv_case import close, decoded, evicting, held, kept, recipe, state
 
-OPTIONS = argparse.Namespace(
-    out=None, rate=1e-2, minutes=1.0, budget=4, pressure=1.0, inner=8, seed=0, length=24
-)
+OPTIONS = TrainOptions(rate=1e-2, minutes=1.0, budget=4, pressure=1.0, inner=8, seed=0, length=24)
 
 
 @pytest.fixture
@@ -132,9 +129,8 @@ def test_gates_that_forget_nothing_change_nothing(stateful):
 @pytest.mark.long
 def test_training_learns_and_can_be_left(stateful, tmp_path):
     def begun(name):
-        options = argparse.Namespace(**{**vars(OPTIONS), "out": tmp_path / name})
         soft = Soft(stateful("llama"), TrimKV())
-        return SoftRun(soft, soft.start(8, 0), options)
+        return SoftRun(soft, soft.start(8, 0), OPTIONS, tmp_path / name)
 
     ids = torch.randint(3, 60, (2, 25), generator=torch.Generator().manual_seed(0))
     known = torch.ones(2, 24)
@@ -154,31 +150,6 @@ def test_training_learns_and_can_be_left(stateful, tmp_path):
         second.learn(ids, known)
     for a, b in zip(whole.tensors, second.tensors, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.long
-def test_the_tool_trains_the_bundled_model_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr("sys.argv", ["train.py", *map(str, arguments)])
-        train.main()
-
-    out, text = tmp_path / "g.safetensors", tmp_path / "text"
-    text.write_text("def f(x):\n    return x + 1\n" * 40)
-    for arguments, says in [
-        (("trim_kv2", "--out", out), "did you mean"),
-        (("trim-kv", tmp_path, "--out", out), "--text"),
-        (("trim-kv", "--out", out, "--minutes", 0), "more than 0"),
-        (("trim-kv", "--out", out, "--text", tmp_path / "no"), "cannot read"),
-        (("trim-kv", "--out", out, "--resume"), "leave --resume out"),
-        (("trim-kv", "--out", out, "--text", text, "--length", 4000), "smaller --length"),
-    ]:
-        with pytest.raises(SystemExit, match=says):
-            call(*arguments)
-    assert not out.exists()
-    call("trim-kv", "--out", out, "--text", text, "--length", 32, "--minutes", 0.002, "--inner", 4)
-    assert "steps in" in capsys.readouterr().out and out.exists()
-    with pytest.raises(SystemExit, match="--resume"):
-        call("trim-kv", "--out", out, "--text", text, "--length", 32, "--minutes", 0.002)
 
 
 # What is refused
@@ -216,11 +187,17 @@ def test_what_was_not_trained_for_this_is_refused(stateful, gates, tmp_path):
         evicting(stateful("llama"), {**tables(""), "kv.score": {"use": "trim-kv"}})
 
 
-def test_a_model_is_known_in_any_type():
+def test_a_model_is_known_in_any_type_and_near_it_in_four_bits():
     numbers = torch.randn(64, generator=torch.Generator().manual_seed(0))
     told = str([round(float(x), 6) for x in numbers])
-    assert same_model(told, str([float(x) for x in numbers.bfloat16()]))
-    assert not same_model(told, str([float(x) for x in numbers.flip(0)]))
+    step = (numbers.max() - numbers.min()) / 15
+    for changed, how in (
+        (numbers.bfloat16(), Likeness.SAME),
+        ((numbers / step).round() * step, Likeness.NEAR),
+        (numbers.flip(0), Likeness.OTHER),
+        (numbers[:9], Likeness.OTHER),
+    ):
+        assert like_weights(told, str([float(x) for x in changed])) is how
 
 
 @pytest.mark.long

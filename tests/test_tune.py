@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 from accel.ir.errors import ArtifactError, InputError
+from accel.ir.user_cache import cache_folder
 from accel.lowering.onnx import native
-from accel.lowering.onnx.native.cache import cache_folder
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx import backend as ort
 from accel.runtime.backends.onnx import tune

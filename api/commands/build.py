@@ -20,6 +20,7 @@ Examples:
   accel-compile build ./my-model.Q4_0.gguf --out ./artifact
   accel-compile build ./my-model --recipe float16 --max-context 8192 --out ./artifact
   accel-compile build ./my-model --recipe int4-gptq --calibration my-text.txt --out ./artifact
+  accel-compile build ./my-model --recipe kvquant --train --out ./artifact
   accel-compile build ./my-model --adapter poet=./poet --adapter coder=./coder --out ./artifact
   accel-compile build ./my-model --recipe my.toml --dump ./text --json --out ./artifact
 """
@@ -69,6 +70,14 @@ def build(
             help="LoRA adapter that peft saved, which run --adapter NAME chooses. May be repeated.",
         ),
     ] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Measure the tables that the recipe needs and that are not there for this model, on the bundled text. "
+            "What must be trained: accel-compile train.",
+        ),
+    ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
     download: options.Download = False,
     dump: Annotated[
@@ -101,6 +110,7 @@ def build(
             download=download,
             merge_adapter=merge_adapter,
             adapters=_named(adapters or []),
+            train=train,
         )
     with compiled:
         if compiled.report.get("loss"):

@@ -52,6 +52,39 @@ def progress(title: str) -> Iterator[Progress]:
         yield show
 
 
+@contextmanager
+def training(title: str) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """A callback for `train`, and one for lines: a bar with the time that is left on a terminal, else a line at every
+    twentieth, always on stderr.
+    """
+    if not sys.stderr.isatty():
+        last = ("", -1)
+
+        def line(name: str, done: float) -> None:
+            nonlocal last
+            if (now := (name if not done else "", int(20 * done))) != last:
+                last = now
+                typer.echo(f"{title}: {done:4.0%} {name}", err=True)
+
+        yield line, lambda text: typer.echo(f"{title}: {text}", err=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+
+        def show(name: str, done: float) -> None:
+            bar.update(task, completed=done, description=f"{title}: {name}")
+
+        yield show, lambda text: bar.console.print(f"{title}: {text}", markup=False)
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
     """Print a table. A column whose name starts with '>' is set to the right."""
     from rich import box

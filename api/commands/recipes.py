@@ -12,6 +12,7 @@ from accel.ir.errors import extra
 
 if TYPE_CHECKING:
     from accel.ir.recipe import Recipe
+    from accel.ir.trained import Part
 
 EXAMPLES = """\b
 Examples:
@@ -32,6 +33,7 @@ def recipes(
     With NAME: its methods, papers, grade, and every option with its default.
     """
     from accel.ir.recipe import Recipe, groups
+    from accel.ir.trained import parts
 
     if name is not None:
         _one(Recipe.load(name), as_json)
@@ -39,19 +41,42 @@ def recipes(
     found = groups()
     if as_json:
         print_json([
-            {**Recipe.load(name).to_json(), "group": {"title": group.title, "when": group.when}}
+            {
+                **Recipe.load(name).to_json(),
+                "group": {"title": group.title, "when": group.when},
+                "parts": [one.command for one in parts_of(Recipe.load(name))],
+            }
             for group in found
             for name in group.recipes
         ])  # fmt: skip
         return
     width = max(len(name) for group in found for name in group.recipes)
     typer.echo("A recipe is right when its line holds: take it when …\n")
+    marked = set()
     for group in found:
         typer.echo(f"{group.title}: when {group.when}")
         for name in group.recipes:
-            typer.echo(f"  {name:<{width}}  {Recipe.load(name).when}")
+            needed = parts_of(Recipe.load(name))
+            marked |= {one.key for one in needed}
+            mark = "".join(sorted({one.mark for one in needed}))
+            typer.echo(f"{mark:>1} {name:<{width}}  {Recipe.load(name).when}")
         typer.echo("")
+    typer.echo(
+        "+ needs a table that is measured on your model, * a part that is trained, by its command:\n"
+    )
+    width = max(len(parts()[key].command) for key in marked)
+    for one in (parts()[key] for key in sorted(marked)):
+        typer.echo(f"{one.mark} {one.command:<{width}}  {one.time}")
+    typer.echo("\nBuilds find them by model and method; build --train measures tables itself.\n")
     typer.echo("Details: accel-compile recipes NAME. Merge recipes with --recipe A --recipe B.")
+
+
+def parts_of(recipe: Recipe) -> list[Part]:
+    """The parts that must be measured or trained for a recipe's methods."""
+    from accel.ir.trained import parts
+
+    used = {table["use"] for table in recipe.tables.values()}
+    return [one for key, one in parts().items() if key in used]
 
 
 def _one(recipe: Recipe, as_json: bool) -> None:
@@ -73,6 +98,7 @@ def _one(recipe: Recipe, as_json: bool) -> None:
         ("take it when", recipe.when),
         *(("paper", paper) for paper in recipe.papers),
         ("grade", plan.grade),
+        *(("first", f"{one.command} ({one.time})") for one in parts_of(recipe)),
     ])  # fmt: skip
     for axis, method in plan.methods.items():
         typer.echo(f'\n[{axis}]\nuse = "{recipe.tables[axis]["use"]}"')

@@ -15,6 +15,7 @@ from typing import Any
 from accel.compiler.build_report import build_report
 from accel.compiler.facts_json import model_facts, state_json
 from accel.compiler.genai import genai_config
+from accel.compiler.head import name_head
 from accel.compiler.job import Job
 from accel.compiler.load.tokenizer import write_tokenizer
 from accel.compiler.quality.batch_invariant import check_rows
@@ -56,7 +57,9 @@ def write_artifact(
         with AtomicOutputDir(out, needs=program.params.nbytes) as folder:
             if job.build_draft is not None:
                 with job.part("draft model", 0.8):
-                    job.build_draft(model_facts(program), tokenizer, folder / DRAFT_FOLDER).close()
+                    there = folder / DRAFT_FOLDER
+                    with job.build_draft(model_facts(program), tokenizer, there) as draft_model:
+                        name_head(job, program, draft_model)
             recipe = job.plan.recipe
             job.plan.recipe = replace(recipe, tables=ship(recipe.tables, HOST, folder))
             _write(job, program, check, tokenizer, folder, own)

@@ -33,6 +33,7 @@ class BuildOptions:
     download: bool = False
     merge_adapter: str | Path | None = None
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    train: bool = False
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:

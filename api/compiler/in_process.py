@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accel.compiler.build_report import build_report
 from accel.compiler.facts_json import model_facts
+from accel.compiler.head import name_head
 from accel.compiler.job import Job
 from accel.ir.program import Program
 from accel.lowering.triton.lowered import Lowered, lower_program, triton_error
@@ -28,6 +29,7 @@ def in_process_model(
 ) -> CompiledModel:
     """A model that runs here and writes no artifact. `own`: the program by which it drafts for itself."""
     held: dict[str, Tensor] = {}  # on the device
+    rewritten = program
     if job.target == "triton":
         with job.part("lower", 0.8):
             program = lower_program(program, held)
@@ -46,6 +48,8 @@ def in_process_model(
         )
     elif job.build_draft is not None:
         draft_model = job.build_draft(model_facts(program), tokenizer, None)
+    if draft_model is not None:
+        name_head(job, rewritten, draft_model)
     return CompiledModel(
         _backend(program),
         model_facts(program),

@@ -21,6 +21,7 @@ from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.hub import model_folder
 from accel.compiler.load.merge import merged
 from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.measure import measure_missing
 from accel.compiler.pipeline import pipeline, reads_text
 from accel.compiler.quality.calibration import make_calibration, read_calibration, sample
 from accel.compiler.rewrite import progress_within, rewrite, rewritten_draft
@@ -63,6 +64,7 @@ def optimize(
     download: bool = False,
     merge_adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    train: bool = False,
 ) -> CompiledModel:
     """Compile a language model: a causal decoder, an encoder-decoder or a masked-diffusion model.
 
@@ -94,6 +96,8 @@ def optimize(
             the recipe sees them.
         adapters: name -> folder of a LoRA adapter that `peft` saved. The artifact holds the base weights
             once and these beside them; a session chooses (`session(adapter=name)`).
+        train: measure the tables that the recipe needs and that are not there for this model, on the bundled
+            text, and keep them in the user's cache. What must be trained: `accel-compile train`.
 
     Returns:
         The compiled model. Close it, or use it in a `with` statement.
@@ -114,6 +118,7 @@ def optimize(
         download,
         merge_adapter,
         adapters or {},
+        train,
     )
     return build(model, recipe, options, out, progress)
 
@@ -244,6 +249,9 @@ def _compiled(
         program.spelling = [tokenizer.decode([i]) for i in range(program.facts.vocab_size)]
     program.beside = beside(job.plan.passes, pipeline(), program.facts, tokenizer)
     text = sample(tokenizer, program.facts)
+    if job.options.train:
+        for plan in (job.plan, *([] if job.own is None else [job.own.plan])):
+            measure_missing(plan, program, tokenizer, progress_within(job))
     captured = None if job.own is None else program.copy()
     with job.part("passes", 0.4):
         check = NumericCheck(program, text) if job.options.verify else None

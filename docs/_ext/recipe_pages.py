@@ -13,6 +13,7 @@ from accel.compiler.explain.words import about, details, options
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant, Method
 from accel.ir.recipe import Group, Recipe, bundled, groups, merge
+from accel.ir.trained import Part, parts
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -35,6 +36,7 @@ def write(folder: Path) -> None:
     clashes, refusals = _pairs(recipes)
     folder.mkdir(exist_ok=True)
     _put(folder / "invariants.inc", table() + "\n")
+    _put(folder / "parts.inc", _parts(recipes))
     _put(folder / "choose.inc", "\n".join(_choice(group, plans) for group in groups()))
     index = INTRO
     for group in groups():
@@ -58,6 +60,21 @@ def _choice(group: Group, plans: dict[str, Plan]) -> str:
     for name in group.recipes:
         plan = plans[name]
         lines += [f"| [`{name}`](#recipe-{name}) | {_cell(plan.recipe.when)} | {plan.grade} |"]
+    return "\n".join(lines) + "\n"
+
+
+def _needed(recipe: Recipe) -> list[Part]:
+    """The parts that its methods need of a model."""
+    used = {table["use"] for table in recipe.tables.values()}
+    return [one for key, one in parts().items() if key in used]
+
+
+def _parts(recipes: dict[str, Recipe]) -> str:
+    """All that must be measured or trained, for which recipes, how long it takes, and the command."""
+    lines = ["| method | for the recipes | what is done | command |", "|---|---|---|---|"]
+    for key, one in parts().items():
+        users = [name for name, recipe in recipes.items() if one in _needed(recipe)]
+        lines.append(f"| `{key}` | {_names(users)} | {one.verb[1]}: {one.time} | `{one.command}` |")
     return "\n".join(lines) + "\n"
 
 
@@ -94,6 +111,10 @@ def _recipe(
         f"- Take it when {recipe.when}.",
         f"- Grade: {plan.grade}",
         f"- Axes: {', '.join(f'`{axis}`' for axis in plan.recipe.tables)}",
+    ]
+    lines += [
+        f"- First: `{one.command}` ({one.time}); see [train parts](../guides/train-parts.md)"
+        for one in _needed(recipe)
     ]
     lines += [f"- Paper: {paper}" for paper in recipe.papers]
     for axis, method in plan.methods.items():

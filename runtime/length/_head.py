@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
-from accel.ir.trained import Tensors, found, opened
+from accel.ir.trained import Likeness, Tensors, bundled, how, opened, part
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.length import Base
 
@@ -26,8 +27,8 @@ Array = npt.NDArray[np.float32]
 
 
 class Head(Base):
-    """`trained`, a field: the head's file, from `tools/train/train.py KEY`; empty: the bundled file, for the bundled
-    model and its draft model. A subclass says how the head learns.
+    """`trained`, a field: the head's file, from `accel-compile train KEY`; empty: the one that a build finds for
+    the two models, which the artifact then holds. A subclass says how the head learns.
     """
 
     trained: str
@@ -126,19 +127,26 @@ _FITS: WeakKeyDictionary[Any, set[tuple[str, str]]] = (
 )  # model -> the methods and files that are known to fit it
 
 
+def like_logits(told: str, found: str) -> Likeness:
+    """Whether two pairs of samples, as JSON by name, are of the same models; of what one of them lacks, any."""
+    try:
+        a, b = json.loads(told), json.loads(found)
+        same = all(alike(a[name], b[name]) for name in a.keys() & b.keys())
+    except (AttributeError, TypeError, ValueError):
+        return Likeness.OTHER
+    return Likeness.SAME if same else Likeness.OTHER
+
+
 def _another(key: str) -> str:
-    return (
-        f"train it: python tools/train/train.py {key} MODEL --draft DRAFT --text TEXT --out FILE, and set `trained` "
-        "to the FILE in the recipe"
-    )
+    return f"{how(part(key, False))}, and build again"
 
 
 @lru_cache(maxsize=16)
 def _read(method: type[Head], trained: str) -> tuple[Tensors, dict[str, list[float]]]:
     """A file's tensors, and the samples of the models that it is for."""
     key, another = method.key, _another(method.key)
-    file = found(key, trained)
-    tensors, told = opened(key, file, another, InputError)
+    file = Path(trained) if trained else bundled(key)
+    tensors, told = opened(part(key, False), file, InputError)
     tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
     first = np.shape(tensors.get("first", []))
     want = method.sizes(first[-1] if first else 0)

@@ -24,7 +24,7 @@ FAR = 20  # tokens: what places in the draft are measured by
 class Disco(OfRounds):
     """Drafts of up to `most` tokens, ended after one that stands, with all before it, with a probability below
     `threshold`; of a tree, after a level whose likeliest token does. `trained`: the head's file, from
-    `tools/train/train.py disco`; empty: the bundled file, for the bundled model and its draft model.
+    `accel-compile train disco`; empty: the one that is kept for the two models.
     """
 
     threshold: float = 0.3

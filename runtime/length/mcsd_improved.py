@@ -23,8 +23,8 @@ DEEP = 8  # levels: what depth is measured by
 @dataclass(frozen=True)
 class McsdImproved(OfRounds):
     """Trees of up to `most` tokens, ended after a level of whose children one stands with a probability below
-    `threshold`. `trained`: the head's file, from `tools/train/train.py mcsd-improved`; empty: the bundled file, for the
-    bundled model, its draft model and the recipe's tree.
+    `threshold`. `trained`: the head's file, from
+    `accel-compile train mcsd-improved`; empty: the one that is kept for the two models.
 
     The paper's other parts: a tree that ends after a level is the first nodes of the whole one, so its mask is the
     first rows and columns; and first tokens that the target chooses are the draft's root, which the target has chosen:

@@ -25,8 +25,8 @@ TOP, BLOCKS = 16, 3  # likeliest tokens that the head reads, and residual blocks
 class SpecdecPp(OfTokens):
     """Drafts of `least` to `most` tokens, ended when the probability of a rejection is above `threshold`; trees, when
     it is on every path (`least`: levels).
-    `trained`: the head's
-    file, from `tools/train/train.py specdec-pp`; empty: the bundled file, for the bundled model and its draft model.
+    `trained`: the head's file, from
+    `accel-compile train specdec-pp`; empty: the one that is kept for the two models.
     """
 
     threshold: float = 0.3

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import accel
+from accel.ir.user_cache import private_folder
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import compile as compiling
-from accel.lowering.onnx.native.cache import private_folder
 
 posix = pytest.mark.skipif(os.name != "posix", reason="rights of POSIX systems")
 needs_compiler = pytest.mark.skipif(

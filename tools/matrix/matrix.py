@@ -39,10 +39,8 @@ import matrix_page
 import models
 import numpy as np
 import torch
-from captured import keys_of, over_state, shared
 from packs import Packs, packed
 from rich.progress import track
-from run import kind_of
 
 import accel
 from accel.compiler.artifact_build import write_artifact
@@ -50,7 +48,9 @@ from accel.compiler.assemble import EVICTION, assemble, assemble_alone
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.in_process import in_process_model
 from accel.compiler.job import Job
+from accel.compiler.over_state import keys_of, over_state, shared
 from accel.compiler.quality.calibration import make_calibration
+from accel.compiler.train.kind import kind_of
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, InputError

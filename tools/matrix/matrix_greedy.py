@@ -21,11 +21,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
 import matrix
 import matrix_loops
 import numpy as np
-from captured import over_state
 from matrix import Case
 from tokenizers import Tokenizer
 
 from accel.compiler.load.checkpoint import load_model
+from accel.compiler.over_state import over_state
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program

@@ -37,7 +37,7 @@ from filelock import FileLock, Timeout
 from accel.cli import told
 from accel.commands import console
 from accel.ir.errors import AccelError, InputError, unknown
-from accel.lowering.onnx.native.cache import cache_folder, private_folder
+from accel.ir.user_cache import cache_folder, private_folder
 
 _CHUNK = 1 << 20
 _COMMAND = "python tools/models/real.py"

@@ -30,7 +30,6 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
 import claimed
 import leaderboard_measure as measure
-from captured import over_state
 from claim import Row, altered
 from leaderboard import CONTEXT, Case, build
 from reference_data import REFERENCE
@@ -39,6 +38,7 @@ import accel
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.choose.builds import Builds
 from accel.compiler.load.checkpoint import load_model
+from accel.compiler.over_state import over_state
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError

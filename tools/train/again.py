@@ -27,11 +27,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "pages"))
 import typer
 from reference_data import REFERENCE
 from results import folder
-from run import state_of
 from safetensors import safe_open
 
-OPTIONS = ("budget", "pressure", "length", "rows", "samples", "inner", "latents", "rate", "seed")
-TRAIN = Path(__file__).with_name("train.py")
+from accel.compiler.train.run import state_of
+
+OPTIONS = ("budget", "pressure", "length", "rows", "samples", "inner", "rate", "seed")
+PART = Path(__file__).with_name("part.py")
 
 
 def bundled() -> dict[str, dict[str, Any]]:
@@ -51,10 +52,10 @@ def made(method: str) -> Path:
 
 def command(method: str, told: dict[str, Any]) -> list[str]:
     """What makes it again: as long a training, where there was one."""
-    found = ["python", "tools/train/train.py", method, "--threads", "1", "--out", str(made(method))]
+    found = ["python", "tools/train/part.py", method, "--threads", "1", "--out", str(made(method))]
     for name in OPTIONS:
         found += [f"--{name}", told[name]] if name in told else []
-    if "seconds" in told:
+    if {"rate", "seconds"} <= told.keys():
         found += ["--minutes", f"{float(told['seconds']) / 60:g}"]
     return found
 
@@ -66,7 +67,7 @@ def make(name: str, line: list[str]) -> bool:
     going_on = ["--resume"] if state_of(made(name)).exists() else []
     with log.open("a") as out:
         done = subprocess.run(
-            [sys.executable, str(TRAIN), *line[2:], *going_on], check=False, stdout=out, stderr=out
+            [sys.executable, str(PART), *line[2:], *going_on], check=False, stdout=out, stderr=out
         )
     if done.returncode or not made(name).exists():
         print(f"{name}: FAILED, see {log}", flush=True)

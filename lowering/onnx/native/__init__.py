@@ -4,7 +4,7 @@ The graphs that need them stand beside portable ones, so a machine without a com
 nothing else. The sources use onnxruntime's stable C interface and need no header of it.
 
 A library is code that this process runs. It is loaded only from a folder that no other user can write
-(`cache.private_folder`), where it is a plain file of the user's own, and where its SHA-256 is the one that was
+(`user_cache.private_folder`), where it is a plain file of the user's own, and where its SHA-256 is the one that was
 recorded when it was compiled. The record finds a file that was cut off or damaged; it does not protect from
 a program that runs as the same user, which could write the library and its record alike.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from accel.lowering.onnx.native.cache import open_private, private_folder, read_private
+from accel.ir.user_cache import open_private, private_folder, read_private
 from accel.lowering.onnx.native.compile import (
     SECONDS,
     CompileError,

@@ -87,7 +87,7 @@ class Less(Trained, Base):
         lse = torch.where(some[..., None], total.log(), _LEAST)
         return found[..., :-1] / total[..., None], lse
 
-    # Training (tools/train/train.py): each layer by itself
+    # Training (api/compiler/train): each layer by itself
 
     def start(
         self, shape: Mapping[str, int], inner: int, generator: torch.Generator

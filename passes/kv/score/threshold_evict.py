@@ -50,7 +50,7 @@ class ThresholdEvict(Trained, Base):
     def __call__(self, notes: Tensor) -> Tensor:
         return notes
 
-    # Training (tools/train/train.py)
+    # Training (api/compiler/train)
 
     def start(
         self, width: int, heads: int, inner: int, generator: torch.Generator

@@ -34,7 +34,7 @@ class TrimKV(Trained, Base):
     def __call__(self, notes: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         return (seen[:, None, None] - positions) * notes
 
-    # Training (tools/train/train.py): attention forgets as the cache will.
+    # Training (api/compiler/train): attention forgets as the cache will.
 
     def start(
         self, width: int, heads: int, inner: int, generator: torch.Generator

@@ -53,7 +53,7 @@ class AttentionPredictor(Histories):
         mean = x.relu().mean(2).transpose(1, 2)  # [M,N,32]
         return F.linear(mean, shared["out"], shared["out_bias"]).squeeze(2)
 
-    # Training (tools/train/train.py)
+    # Training (api/compiler/train)
 
     def start(self, rows: Rows, inner: int, generator: torch.Generator) -> Parts:
         """`inner` is not used: the paper says all widths."""

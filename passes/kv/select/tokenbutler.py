@@ -114,7 +114,7 @@ class TokenButler(Features):
         forced: Tensor = worth.masked_fill(first, math.inf)
         return forced
 
-    # Training (tools/train/train.py)
+    # Training (api/compiler/train)
 
     def start(self, rows: Rows, inner: int, generator: torch.Generator) -> Parts:
         def linear(out: int, size: int) -> Tensor:

@@ -80,8 +80,7 @@ class CacheAugment(Trained, Base):
         for name, (out, into) in shapes(program, entry).items():
             want |= {f"{name}.a": (into, -1), f"{name}.b": (-1, out)}
         wanted: dict[int, Sizes] = {ALL: want}
-        how, told = ("train", "trained"), known_by(program, entry)
-        parts = read(self.key, self.trained, how, program.facts.name, told, wanted)[ALL]
+        parts = read(self, program.facts.name, known_by(program, entry), wanted)[ALL]
         ranks = {n.removesuffix(".a"): t.shape[1] for n, t in parts.items() if n.endswith(".a")}
         if wrong := [n for n, rank in ranks.items() if parts[f"{n}.b"].shape[0] != rank]:
             raise PassError(
@@ -90,7 +89,7 @@ class CacheAugment(Trained, Base):
         if (there := len(parts[SOFT])) != self.latents:
             raise PassError(
                 f"cache-augment: latents is {self.latents}, but it was trained with {there}; set latents = {there}, or "
-                "train it again (--latents)"
+                f"train it again by a recipe with latents = {self.latents}"
             )
         return parts
 

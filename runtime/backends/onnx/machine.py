@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from accel.lowering.onnx.native.cache import private_folder, read_private
+from accel.ir.user_cache import private_folder, read_private
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.threads import physical_cores
 

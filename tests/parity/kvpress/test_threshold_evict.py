@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from runs.soft import Soft
 
+from accel.compiler.train.runs.soft import Soft
 from accel.passes.kv.score.threshold_evict import ThresholdEvict
 from accel.passes.trained import sample, write
 

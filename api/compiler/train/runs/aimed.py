@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from run import Run
 from torch import Tensor
 
+from accel.compiler.train.run import Run
+from accel.compiler.train.runs.soft import Soft
 from accel.ir.program import Program
 from accel.passes.trained import Trained
-
-from .soft import Soft
 
 AGAIN = 4  # times that a method learns from the same rows: the model takes most of the time
 

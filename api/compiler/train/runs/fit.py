@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from captured import keys_of
-from run import Run
 from torch import Tensor
 
+from accel.compiler.over_state import keys_of
+from accel.compiler.train.run import Run
 from accel.ir.program import Program
 from accel.passes.kv._shared.tables import observed
 from accel.passes.trained import Fitted, Parts, sample

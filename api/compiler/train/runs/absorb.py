@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from captured import keys_of
-from run import Run
 from torch import Tensor
 
+from accel.compiler.over_state import keys_of
+from accel.compiler.train.run import Run
 from accel.ir.ops.attention import merged
 from accel.ir.program import Program
 from accel.ir.tables import Observed

@@ -7,11 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from captured import keys_of
-from run import Run
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from accel.compiler.over_state import keys_of
+from accel.compiler.train.run import Run
 from accel.ir.ops.attention import Operands, attention, form_with, weights
 from accel.ir.ops.op import REFERENCES
 from accel.ir.program import Program, compute, operand

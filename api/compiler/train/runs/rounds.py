@@ -5,21 +5,23 @@ text, every second one sampling at temperature 1.
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import track
-from run import Kind
-from texts import rows_of
 from torch import Tensor
 from torch.nn import functional as F
 
-import accel
+from accel.compiler.measure import duration, kept_at, made_by, watched
+from accel.compiler.optimize import optimize
+from accel.compiler.train.kind import Kind, Made
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.runs.head import lacks_draft, untaught
+from accel.compiler.train.source import Source
 from accel.ir.axis import host_method
 from accel.passes.trained import write
 from accel.runtime.decode.context import DecodeContext
@@ -30,8 +32,6 @@ from accel.runtime.length._of_rounds import OfRounds
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.sample.standard import Standard
 from accel.runtime.speculation.round_cost import RoundCost
-
-from .head import lacks_draft, untaught
 
 NEW = 64  # tokens that the model continues each text by
 STEPS = 1500  # of learning, each on all examples
@@ -108,48 +108,49 @@ class Logged(Kind):
         return issubclass(method, OfRounds)
 
     @classmethod
-    def lacks(cls, options: argparse.Namespace) -> str | None:
+    def lacks(cls, options: TrainOptions) -> str | None:
         """See Kind."""
         return lacks_draft(options)
 
     @classmethod
-    def make(cls, method: type[Any], ids: Tensor | None, options: argparse.Namespace) -> str:
+    def make(cls, method: Any, source: Source, options: TrainOptions) -> Made:
         """See Kind."""
-        one, draft = method(), {"path": str(options.draft)} if options.draft else {}
-        tables = {**method.drafts, "draft": {**method.drafts["draft"], **draft}}
-        with accel.optimize(
-            str(options.model), tables, verify=False, threads=options.threads
-        ) as model:
-            texts = rows_of(ids, options)
-            prompts = (
-                row[: options.length // 2].numpy()
-                for _ in track(range(options.samples), "rounds")
-                for row in next(texts)[0]
-            )
-            rounds = recorded(model, one, prompts)
+        one, read = watched(method)
+        tables = {**one.drafts, "draft": {**one.drafts["draft"], "path": str(options.draft)}}
+        given = {"verify": False, "threads": options.threads, "progress": source.progress}
+        with optimize(source.path, tables, **given) as model:
+            options = replace(options, length=min(options.length, model.facts.max_context))
+            rounds = recorded(model, one, _prompts(source, options))
             names = {"model": sample(model.session), "draft": sample(model.draft_model.session)}
         held = set(range(0, len(rounds.found), HELD))
         learnt = rounds.examples(sorted(set(range(len(rounds.found))) - held))
-        part = untaught(method, options.inner, torch.Generator().manual_seed(options.seed))
-        taught(method, part, *learnt, options.rate)
-        told = judged(method, part, *rounds.examples(sorted(held)))
+        part = untaught(one, options.inner, torch.Generator().manual_seed(options.seed))
+        taught(one, part, *learnt, options.rate)
+        told = judged(one, part, *rounds.examples(sorted(held)))
         told |= {"examples": float(len(learnt[1]))}
-        notes = {
-            n: str(getattr(options, n))
-            for n in ("samples", "length", "rows", "inner", "rate", "seed")
-        }
-        write(
-            one,
-            options.out,
-            {0: part},
-            json.dumps(names),
-            notes | {n: f"{v:.4f}" for n, v in told.items()},
-        )
-        return ", ".join(f"{n} {v:.4g}" for n, v in told.items())
+        notes = options.told("samples", "length", "rows", "inner", "rate", "seed")
+        notes |= {n: f"{v:.4f}" for n, v in told.items()}
+        by, who = made_by(method, read), json.dumps(names)
+        file = options.out or kept_at(one.key, who, by)
+        write(one, file, {0: part}, who, notes, by)
+        return Made(file, ", ".join(f"{n} {v:.4g}" for n, v in told.items()))
+
+
+def _prompts(source: Source, options: TrainOptions) -> Iterator[Array]:
+    """The first half of each text [n]; the second batch tells how long all will take."""
+    texts = source.rows(options.length, options.rows, options.seed)
+    start, count = time.monotonic(), options.samples * options.rows
+    for number in range(options.samples):
+        if number == 1:
+            whole = duration((time.monotonic() - start) * options.samples)
+            source.say(f"{count} texts take about {whole}")
+        for row in next(texts)[0]:
+            source.progress(f"text {number + 1} of {options.samples}", number / options.samples)
+            yield row[: options.length // 2].numpy()
 
 
 def taught(
-    method: type[OfRounds], part: dict[str, Tensor], x: Tensor, right: Tensor, rate: float
+    method: OfRounds, part: dict[str, Tensor], x: Tensor, right: Tensor, rate: float
 ) -> None:
     """Let a head learn what it reads [N,F] tells of what was right [N]."""
     tensors = [tensor.requires_grad_(True) for tensor in part.values()]
@@ -163,9 +164,7 @@ def taught(
         schedule.step()
 
 
-def judged(
-    method: type[OfRounds], part: dict[str, Tensor], x: Tensor, right: Tensor
-) -> dict[str, float]:
+def judged(method: OfRounds, part: dict[str, Tensor], x: Tensor, right: Tensor) -> dict[str, float]:
     """On texts that it did not learn from: its loss, that of the best constant, and how often it is right."""
     with torch.no_grad():
         odds = method.odds(part, x)

@@ -5,32 +5,56 @@ draft's likeliest, as greedy decoding drafts them, and count where the model has
 
 from __future__ import annotations
 
-import argparse
 import json
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from reference_data import REFERENCE
-from run import Run
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
+from accel.compiler.load.hub import model_folder
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.run import Run
+from accel.compiler.train.source import Source
+from accel.ir.entries.step import LOGITS
 from accel.ir.errors import InputError
+from accel.ir.program import Program
+from accel.passes.calibrate import feeds
 from accel.passes.trained import Parts
 from accel.runtime.length._head import Head, OfTokens, sample
 
 FELL = 6.0  # what a token that fell weighs, where one that stood weighs 1
 
 
+class Whole:
+    """A program over state that reads rows from their first token on; also as a session that `sample` asks."""
+
+    def __init__(self, program: Program):
+        self.program, self.vocab_size = program, program.facts.vocab_size
+
+    def __enter__(self) -> Whole:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[B,T,V] of tokens [B,T]."""
+        with torch.no_grad():
+            return self.program.run("step", feeds(self.program, "step", tokens))[LOGITS].float()
+
+    def run(self, tokens: Any) -> Any:
+        """The same, of arrays."""
+        return self.logits(torch.from_numpy(tokens)).numpy()
+
+
 @dataclass
 class Pair:
     """A model and its draft model, which stay as they are."""
 
-    model: Any
-    draft: Any
+    model: Whole
+    draft: Whole
     method: OfTokens
 
     def start(self, inner: int, seed: int) -> Parts:
@@ -44,7 +68,7 @@ class Pair:
         that is `known` [B,T].
         """
         with torch.no_grad():
-            p, q = (m(tokens).logits[known > 0].float() for m in (self.model, self.draft))
+            p, q = (m.logits(tokens)[known > 0] for m in (self.model, self.draft))
         drawn = torch.multinomial(q.softmax(-1), 1, generator=generator)[:, 0]
         greedy = torch.rand(len(q), generator=generator) < 0.5
         y = torch.where(greedy, q.argmax(-1), drawn)
@@ -58,27 +82,10 @@ class Pair:
         """By what the two are known again, as JSON."""
         return json.dumps(
             {
-                "model": sample(lambda: _Whole(self.model)),
-                "draft": sample(lambda: _Whole(self.draft)),
+                "model": sample(lambda: self.model),
+                "draft": sample(lambda: self.draft),
             }
         )
-
-
-class _Whole:
-    """A model as `sample` asks for it."""
-
-    def __init__(self, model: Any):
-        self.model, self.vocab_size = model, model.config.vocab_size
-
-    def __enter__(self) -> _Whole:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def run(self, tokens: Any) -> Any:
-        with torch.no_grad():
-            return self.model(torch.from_numpy(tokens)).logits.float().numpy()
 
 
 def untaught(
@@ -99,33 +106,22 @@ def loss(odds: Tensor, stands: Tensor) -> Tensor:
     return lost.sum() / (fell + stood).sum()
 
 
-def open_pair(method: type[OfTokens], options: argparse.Namespace, reference: Path) -> Pair:
-    """Raises InputError where the two do not share their tokens."""
-    folders = options.model, options.draft or reference / "draft"
-    model, draft = map(_read, folders)
-    one, other = model.config.vocab_size, draft.config.vocab_size
+def open_pair(method: OfTokens, source: Source, options: TrainOptions) -> tuple[Pair, TrainOptions]:
+    """And the options with rows as long as both take. Raises InputError where the two do not share their tokens."""
+    assert options.draft is not None
+    draft, model = source.captured(model_folder(options.draft)), source.program
+    one, other = model.facts.vocab_size, draft.facts.vocab_size
     if one != other:
         raise InputError(
-            f"{folders[1]} has {other} tokens and {folders[0]} {one}; give a draft of the same tokens"
+            f"{options.draft} has {other} tokens and {source.path} {one}; give a draft of the same tokens"
         )
-    options.length = min(
-        options.length, model.config.max_position_embeddings, draft.config.max_position_embeddings
-    )
-    return Pair(model, draft, method())
+    length = min(options.length, model.facts.max_context, draft.facts.max_context)
+    return Pair(Whole(model), Whole(draft), method), replace(options, length=length)
 
 
-def _read(folder: Path) -> Any:
-    """A model in float32."""
-    try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read a model in {folder}: {error}") from error
-
-
-def lacks_draft(options: argparse.Namespace) -> str | None:
-    """What to tell where the draft model's folder must be given, and is not."""
-    needed = options.draft is None and options.model != REFERENCE
-    return "give the draft model's folder, as --draft DRAFT" if needed else None
+def lacks_draft(options: TrainOptions) -> str | None:
+    """What to tell where the draft model must be given, and is not."""
+    return "give the draft model's folder, as --draft DRAFT" if options.draft is None else None
 
 
 class HeadRun(Run):
@@ -137,14 +133,16 @@ class HeadRun(Run):
         return issubclass(method, OfTokens)
 
     @classmethod
-    def lacks(cls, options: argparse.Namespace) -> str | None:
+    def lacks(cls, options: TrainOptions) -> str | None:
         """See Kind."""
         return lacks_draft(options)
 
     @classmethod
-    def opened(cls, method: type[Any], options: argparse.Namespace) -> Pair:
+    def opened(
+        cls, method: Any, source: Source, options: TrainOptions
+    ) -> tuple[Pair, TrainOptions]:
         """See Run."""
-        return open_pair(method, options, REFERENCE)
+        return open_pair(method, source, options)
 
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1], at the tokens that can be predicted."""

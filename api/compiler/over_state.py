@@ -1,14 +1,10 @@
-"""A model, captured, as a recipe's passes over the state find it."""
+"""A captured model as a recipe's passes over the state find it: what parts are measured and trained beside."""
 
 from __future__ import annotations
 
-import argparse
-
 from torch import fx
 
-from accel.compiler.load.checkpoint import load_model
 from accel.compiler.pipeline import pipeline
-from accel.ir.capture.capture import capture
 from accel.ir.program import Program
 from accel.passes import Pass, run
 from accel.passes.kv._shared.tables import appended, attentions
@@ -30,11 +26,3 @@ def over_state(program: Program) -> Program:
 def shared(steps: list[Pass]) -> int:
     """How many of a build's passes come before a recipe's own."""
     return 1 + next(i for i, step in enumerate(steps) if isinstance(step, Head))
-
-
-def opened_program(options: argparse.Namespace) -> Program:
-    """The model, captured; rows are as long as it takes."""
-    loaded = load_model(options.model)
-    program = over_state(capture(loaded.model, stored=loaded.stored))
-    options.length = min(options.length, program.facts.max_context)
-    return program

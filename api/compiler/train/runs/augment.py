@@ -7,17 +7,16 @@ and these latents, at the positions that they have in a session.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from captured import opened_program, shared
-from run import Run
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from accel.compiler.over_state import shared
 from accel.compiler.pipeline import pipeline
+from accel.compiler.train.run import Run
 from accel.ir.entries.augment import LATENTS
 from accel.ir.entries.step import LOGITS
 from accel.ir.ops.attention import Operands, attention, weights
@@ -194,11 +193,6 @@ class AugmentRun(Run):
     def over(cls, program: Program, method: Any) -> Augmented:
         """See Run."""
         return Augmented(program, method)
-
-    @classmethod
-    def opened(cls, method: type[Any], options: argparse.Namespace) -> Augmented:
-        """See Run."""
-        return cls.over(opened_program(options), method(latents=options.latents))
 
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1], at random places."""

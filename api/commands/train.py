@@ -1,0 +1,128 @@
+"""train: the part of a method that must be trained or measured, for a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from accel.commands import options
+from accel.commands.console import training
+from accel.ir.errors import extra
+
+EXAMPLES = """\b
+Examples:
+  accel-compile train kvquant ./my-model
+  accel-compile train trim-kv ./my-model --minutes 60 --text my-text.txt
+  accel-compile train trim-kv ./my-model --minutes 60 --text my-text.txt --resume
+  accel-compile train specdec-pp ./my-model --draft ./my-draft --text my-text.txt
+  accel-compile train q-filter ./my-model.Q4_0.gguf --out filters.safetensors
+  accel-compile train my-recipe.toml ./my-model
+"""
+_DEFAULT = "Default: as for the bundled model's part."
+
+
+def train(
+    method: Annotated[
+        str,
+        typer.Argument(
+            metavar="METHOD",
+            help="A method with a trained part or a table (accel-compile recipes marks them), or a recipe file that "
+            "names one with its options.",
+        ),
+    ],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face model directory, a GGUF file, or the id of a repository in the Hugging Face cache.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the part to this file, which a recipe names as `trained` or `table`. Default: the user's "
+            "cache, where builds find it.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to learn from. Default: the bundled text."),
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="DRAFT", help="Draft model, for the head of a length."),
+    ] = None,
+    aux: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A smaller model, for kv-prediction.")
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(metavar="N", help="Training time of all sessions.")
+    ] = 30.0,
+    samples: Annotated[
+        int | None,
+        typer.Option(metavar="N", help=f"Batches that a table is measured on. {_DEFAULT}"),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Tokens of a row. {_DEFAULT}")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Rows of a batch. {_DEFAULT}")
+    ] = None,
+    inner: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help=f"Width of a gate or a head, or rank of a coprocessor's products. {_DEFAULT}",
+        ),
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Tokens that a head should hold. {_DEFAULT}")
+    ] = None,
+    pressure: Annotated[
+        float | None,
+        typer.Option(metavar="X", help=f"Weight of what goes beyond the budget. {_DEFAULT}"),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(metavar="X", help=f"Learning rate. {_DEFAULT}")
+    ] = None,
+    seed: options.Seed = None,
+    threads: options.Threads = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was left (Ctrl-C).")
+    ] = False,
+    tokenizer: options.Tokenizer = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    download: options.Download = False,
+) -> None:
+    """Train or measure the part that a method needs of a model, which stays as it is.
+
+    Builds find the part again by model and method; nothing has to be named. Statistics (tables) are measured in one
+    reading of a text, and build --train makes them too. What is trained takes --minutes; Ctrl-C keeps what was
+    learnt, for --resume.
+    """
+    with extra("compile"):
+        from accel.compiler.train.train import train as make
+
+    given: dict[str, Any] = {
+        "out": out, "text": text, "draft": draft, "aux": aux, "minutes": minutes, "samples": samples,
+        "length": length, "rows": rows, "inner": inner, "budget": budget, "pressure": pressure,
+        "rate": rate, "seed": seed, "threads": threads, "resume": resume,
+    }  # fmt: skip
+    with training("train") as (progress, say):
+        made = make(
+            method,
+            model,
+            {name: value for name, value in given.items() if value is not None},
+            tokenizer=tokenizer,
+            download=download,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+            say=say,
+        )
+    if made.file is None:
+        typer.echo(f"{method}: {made.told}", err=True)
+        raise typer.Exit(130)
+    typer.echo(f"{made.file}: {made.told}")

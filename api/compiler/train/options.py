@@ -1,0 +1,56 @@
+"""How a part is made, as one object, checked on creation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from accel.ir.errors import InputError, shown
+from accel.ir.trained import parts
+
+_COUNTS = ("budget", "length", "rows", "samples", "inner", "threads")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """out: the file to write; none: the user's cache. text: what to learn from; none: accel's own. draft, aux: the
+    folders of the draft model, for lengths, and of a smaller model, for kv-prediction. minutes: of learning, all
+    sessions. budget: tokens that a head should hold. pressure: the weight of what goes beyond it. length, rows: tokens
+    of a row, and rows of a step. samples: steps that a table is measured on. inner: the width of a gate or a head, or
+    the rank of a coprocessor's products. rate: of learning. resume: go on with a run that was left.
+    """
+
+    out: Path | None = None
+    text: Path | None = None
+    draft: Path | None = None
+    aux: Path | None = None
+    minutes: float = 30.0
+    budget: int = 128
+    pressure: float = 1.0
+    length: int = 768
+    rows: int = 1
+    samples: int = 64
+    inner: int = 128
+    rate: float = 2e-3
+    seed: int = 0
+    threads: int = 2
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (*_COUNTS, "minutes", "pressure", "rate"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} is {shown(getattr(self, name))}; give more than 0")
+
+    @classmethod
+    def of(cls, key: str, given: Mapping[str, Any]) -> TrainOptions:
+        """Those that are given; others as the part that comes with accel was made."""
+        told = parts()[key].told if key in parts() else {}
+        own = {f.name: type(f.default) for f in fields(cls)}
+        as_told = {n: own[n](v) for n, v in told.items() if own.get(n) in (int, float)}
+        return cls(**{**as_told, **given})
+
+    def told(self, *names: str) -> dict[str, str]:
+        """These, for a part's file."""
+        return {name: str(getattr(self, name)) for name in names}

@@ -1,0 +1,1 @@
+"""Kinds of training: a file each (`kind.Kind`). There is no registry."""

@@ -1,0 +1,89 @@
+"""train(method, model): make the part of a method that must be trained or measured, beside a model that stays as it is.
+
+What is trained for the graph makes the model, run softly as the method will run it, give what the model alone gives
+(KL), predict its text, and stay within a budget; what has an aim of its own (`threshold-evict`) comes near to it; what
+absorbs evicted tokens, as `less`, makes up for them in each layer; what foretells attention (`tokenbutler`) or changes
+it (`leank`) learns from what the model reads of the text; the coprocessor of `cache-augment` predicts the text behind
+random places of it; a length's head (`specdec-pp`) tells what of a draft stands. A table is measured instead. Each kind
+is a file in `runs/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.compiler.load.hub import model_folder
+from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.measure import Progress
+from accel.compiler.train.kind import Made, kind_of, trained_methods
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.source import RowsOf, Source
+from accel.ir.axis import find_axes
+from accel.ir.errors import InputError, RecipeError, unknown
+from accel.ir.recipe import Recipe
+
+
+def train(
+    method: str,
+    model: str | Path,
+    given: Mapping[str, Any],
+    *,
+    tokenizer: Any = None,
+    download: bool = False,
+    trust_remote_code: bool = False,
+    rows: RowsOf | None = None,
+    progress: Progress | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Made:
+    """The part of a method, or of the one that a recipe file names with its options, for a model: in `given["out"]`, or
+    in the user's cache, where builds find it. given: fields of `TrainOptions`. model, tokenizer, download,
+    trust_remote_code: as `optimize` takes them. rows: of another kind than those of a text. progress, say: as `Source`.
+
+    Raises:
+        AccelError: with the place, the reason and the next step.
+    """
+    one = method_of(method, given)
+    options = TrainOptions.of(one.key, given)
+    kind = kind_of(type(one))
+    if kind is None:
+        raise InputError(f"{one.key} has nothing to train")
+    if lacking := kind.lacks(options):
+        raise InputError(lacking)
+    path = model_folder(model, download)
+    quiet = progress or (lambda *_: None)
+    reader = read_tokenizer(tokenizer, path)
+    line = say or (lambda _: None)
+    source = Source(path, reader, options.text, quiet, line, rows, trust_remote_code)
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        return kind.make(one, source, options)
+    finally:
+        torch.set_num_threads(before)
+
+
+def method_of(name: str, given: Mapping[str, Any]) -> Any:
+    """The method of that name, or the one with a part of a recipe file. Raises AccelError."""
+    known = trained_methods()
+    beside = {"aux": str(given["aux"])} if given.get("aux") is not None else {}
+    if name.endswith(".toml"):
+        tables = Recipe.load(name).tables
+        mine = {axis: t for axis, t in tables.items() if known.get(t["use"], ("",))[0] == axis}
+        if len(mine) != 1:
+            uses = ", ".join(t["use"] for t in mine.values()) or "none"
+            raise RecipeError(
+                f"{name} names {len(mine)} methods with a part ({uses}); give a recipe with one of them"
+            )
+        ((axis, table),) = mine.items()
+        name, options = table["use"], {n: v for n, v in table.items() if n != "use"}
+    elif name in known:
+        axis, options = known[name][0], {}
+    else:
+        raise InputError(unknown("method with a trained part or a table", name, known))
+    if beside and not hasattr(known[name][1], "aux"):
+        raise InputError(f"{name} goes by no smaller model; leave --aux out")
+    return find_axes()[axis].build(name, **options, **beside)

@@ -1,0 +1,72 @@
+"""Make the part of a method for the bundled model, on what that was trained on.
+
+    python tools/train/part.py trim-kv --out trim-kv.safetensors --minutes 25 --length 256
+
+The options are those of `accel-compile train`, which makes parts for other models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from reference_data import REFERENCE, encode, sources
+from rows import Rows, Stage
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.train import train
+from accel.ir.errors import AccelError
+from accel.ir.trained import parts
+
+MIX = {"library": 4.0, "pass_key": 1.0, "key_value": 2.0, "copy": 1.0, "repeat": 1.0}
+
+
+def bundled_rows(length: int, rows: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the bundled model was trained on, for ever."""
+    tokenizer = Tokenizer.from_file(str(REFERENCE / "tokenizer.json"))
+    texts = sources()[0]
+    np.random.default_rng(seed).shuffle(texts)  # type: ignore[arg-type]
+    drawn = Rows(tokenizer, {"library": encode(tokenizer, texts[: len(texts) // 3])}, seed, mix=MIX)
+    for step in itertools.count():
+        batch = drawn.draw(Stage(rows * length, {length: 1.0}), step)
+        yield batch.ids, batch.weights
+
+
+def arguments(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """The method, and the options that are given."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("method")
+    for one in fields(TrainOptions):
+        if isinstance(one.default, bool):
+            parser.add_argument(f"--{one.name}", action="store_true")
+        else:
+            kind = Path if one.default is None else type(one.default)
+            parser.add_argument(f"--{one.name}", type=kind)
+    found = vars(parser.parse_args(words))
+    return found.pop("method"), {n: v for n, v in found.items() if v is not None and v is not False}
+
+
+def main(words: list[str]) -> None:
+    method, given = arguments(words)
+    if method in parts() and parts()[method].of_two:
+        given.setdefault("draft", REFERENCE / "draft")
+    try:
+        made = train(method, REFERENCE, given, rows=bundled_rows, say=print)
+    except (AccelError, OSError) as error:
+        raise SystemExit(f"part: {error}") from None
+    if made.file is None:
+        raise SystemExit(f"part: {made.told}")
+    print(f"{made.file}: {made.told}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

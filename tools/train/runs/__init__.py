@@ -1,1 +1,0 @@
-"""Kinds of training: a file each (`run.Kind`). There is no registry."""
