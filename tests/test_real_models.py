@@ -66,6 +66,7 @@ def prompts(tokenizer):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_greedy_texts_are_those_of_transformers_and_llama_cpp(smollm2_folder, tmp_path):
     """64 tokens of ten prompts, or fewer where the model ends its answer."""
     given = prompts(read_tokenizer(None, smollm2_folder))

