@@ -1,4 +1,8 @@
-"""Errors that a user can act on: each names the thing, the place, the nearest valid name and the next step."""
+"""Errors that a user can act on: each names the thing, the place, the nearest valid name and the next step.
+
+An option stands as Python has it, `name=value` (… for a value of the user's choice); the command line puts its own in
+the place of that.
+"""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_results_are_whole_or_not_there(tmp_path):
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
-    with pytest.raises(ArtifactError, match="--out"):
+    with pytest.raises(ArtifactError, match="out="):
         Store(written(tmp_path, "a file", "out"), {})
 
 

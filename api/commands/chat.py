@@ -81,7 +81,7 @@ def chat(
     from accel.runtime.decode.sampling_params import SamplingParams
     from accel.runtime.inputs.chat import check_template
 
-    build = {
+    build: dict[str, Any] = {
         "recipe": options.recipe(recipe),
         "tokenizer": tokenizer,
         "max_context": max_context,

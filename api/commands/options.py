@@ -159,7 +159,8 @@ def _written(option: Any, value: str) -> str:
     if not flag.startswith("--"):
         return ""
     if getattr(option, "is_flag", False):
-        return {"True": flag, "False": next(iter(option.secondary_opts), "")}.get(value, "")
+        off = next(iter(option.secondary_opts), "")
+        return str(flag) if value == "True" else str(off) if value == "False" else ""
     free = value.startswith(("{", "…"))  # whatever the user wants
     return f"{flag} {option.metavar or 'VALUE' if free else value.strip(chr(39))}"
 

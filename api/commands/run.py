@@ -173,7 +173,7 @@ def run(
         "adapter": adapter,
         "sampling_params": params,
     }
-    build = {
+    build: dict[str, Any] = {
         "recipe": options.recipe(recipe),
         "tokenizer": tokenizer,
         "max_context": max_context,

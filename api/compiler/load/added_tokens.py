@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from accel.ir.errors import shown
 from accel.runtime.inputs.tokenizer_config import ADDED, CONFIG, SPECIAL, declared, read_json
-
-Token = tokenizers.AddedToken
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -60,11 +59,11 @@ def with_added(data: bytes, folder: Path) -> bytes:
     return str(inner.to_str()).encode() if changed else data
 
 
-def _state(token: Token) -> tuple[Any, ...]:
+def _state(token: AddedToken) -> tuple[Any, ...]:
     return tuple(getattr(token, flag) for flag in _FLAGS)
 
 
-def _old(path: Path, special: Collection[str]) -> dict[int, Token]:
+def _old(path: Path, special: Collection[str]) -> dict[int, AddedToken]:
     """Of added_tokens.json, which older checkpoints have: text -> id."""
     found = {}
     for text, index in (read_json(path) if path.is_file() else {}).items():
@@ -72,11 +71,11 @@ def _old(path: Path, special: Collection[str]) -> dict[int, Token]:
             raise ValueError(
                 f"{path} says that {shown(text)} is token {shown(index)}, which is no number of its own"
             )
-        found[index] = Token(text, normalized=text not in special, special=text in special)
+        found[index] = AddedToken(text, normalized=text not in special, special=text in special)
     return found
 
 
-def _decoder(value: Any) -> dict[int, Token]:
+def _decoder(value: Any) -> dict[int, AddedToken]:
     if not isinstance(value, dict):
         raise ValueError(f"{_DECODER} is {shown(value)}, not an object of tokens by id")
     found = {}
@@ -89,7 +88,7 @@ def _decoder(value: Any) -> dict[int, Token]:
     return found
 
 
-def _named(config: Mapping[str, Any]) -> list[tuple[str, Token]]:
+def _named(config: Mapping[str, Any]) -> list[tuple[str, AddedToken]]:
     """Special tokens that have names: those that transformers knows, then a model's own."""
     extra = config.get(_EXTRA, config.get("additional_special_tokens"))
     own = {k: v for k, v in config.items() if k.endswith("_token") and k not in _NAMED}
@@ -99,7 +98,7 @@ def _named(config: Mapping[str, Any]) -> list[tuple[str, Token]]:
     return [_special(value, name) for name, value in found]
 
 
-def _extra(config: Mapping[str, Any]) -> list[tuple[str, Token]]:
+def _extra(config: Mapping[str, Any]) -> list[tuple[str, AddedToken]]:
     """Special tokens without names."""
     value = config.get(_EXTRA, config.get("additional_special_tokens"))
     if value is None or isinstance(value, dict):
@@ -109,12 +108,14 @@ def _extra(config: Mapping[str, Any]) -> list[tuple[str, Token]]:
     return [_special(one, _EXTRA) for one in value]
 
 
-def _special(value: Any, where: str) -> tuple[str, Token]:
-    token = Token(value, special=True) if isinstance(value, str) else _token(value, where, True)
+def _special(value: Any, where: str) -> tuple[str, AddedToken]:
+    token = (
+        AddedToken(value, special=True) if isinstance(value, str) else _token(value, where, True)
+    )
     return token.content, token
 
 
-def _token(value: Any, where: str, special: bool | None = None) -> Token:
+def _token(value: Any, where: str, special: bool | None = None) -> AddedToken:
     """A token as JSON has it. `special`: in place of what it says."""
     text = value.get("content") if isinstance(value, dict) else None
     if not isinstance(text, str):
@@ -122,4 +123,4 @@ def _token(value: Any, where: str, special: bool | None = None) -> Token:
     flags = {k: v for k, v in value.items() if k in _FLAGS and v is not None}
     if wrong := next((k for k, v in flags.items() if not isinstance(v, bool)), None):
         raise ValueError(f"{where} has {wrong} = {shown(flags[wrong])}, not true or false")
-    return Token(text, **flags | ({} if special is None else {"special": special}))
+    return AddedToken(text, **flags | ({} if special is None else {"special": special}))

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ def _entry(path: Path, name: str, told: Any) -> _Entry:
             f"{path}: {name} is of the type {dtype}, and accel reads {', '.join(_DTYPES)}; give a "
             "checkpoint in one of those"
         )
-    if not dtype or not isinstance(dtype, str) or not _numbers(shape) or not _numbers(place):
+    if not isinstance(dtype, str) or not dtype or not _numbers(shape) or not _numbers(place):
         raise ValueError(f"{name} is {shown(told)}, not a type, a shape and a place")
     bytes_ = prod(shape) * _DTYPES[dtype].itemsize
     if len(place) != 2 or place[1] - place[0] != bytes_:
@@ -148,5 +148,5 @@ def _entry(path: Path, name: str, told: Any) -> _Entry:
     return _Entry(name, _DTYPES[dtype], tuple(shape), *place)
 
 
-def _numbers(value: Any) -> bool:
+def _numbers(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
