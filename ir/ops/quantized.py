@@ -6,6 +6,9 @@ packed along the row, the first in the lowest bits; a last block that is not ful
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -128,7 +131,10 @@ quantized_expert_linear = Op(
 # Products that round their input: a difference in its last place may take it to the next step.
 PRODUCTS = (quantized_linear.default, quantized_expert_linear.default)
 # What each of them computes where nothing rounds its input.
-EXACT = dict(zip(PRODUCTS, (exact_linear, exact_expert_linear), strict=True))
+EXACT: dict[Any, Callable[..., Tensor]] = {
+    quantized_linear.default: exact_linear,
+    quantized_expert_linear.default: exact_expert_linear,
+}
 
 # ids [...], the rest as above, width the K of a row -> [..., K]
 quantized_embedding = Op(
