@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accel.compiler.advice import refuse_broken
 from accel.compiler.assemble import Plan
 from accel.compiler.draft_build import check_rewind, share
 from accel.compiler.facts_json import model_facts
 from accel.compiler.job import Job, Progress
 from accel.compiler.pipeline import loses, pipeline
-from accel.compiler.quality.advice import refuse_broken
 from accel.compiler.quality.loss import loss, storage
 from accel.ir.adapters import ROWS, AdapterFacts
 from accel.ir.errors import RecipeError
@@ -66,7 +66,7 @@ def rewrite(job: Job, program: Program, check: NumericCheck | None) -> None:
         job.steps.append(line)
         coming = passes[len(job.steps)] if len(job.steps) < len(passes) else None
         if coming is not None:
-            job.progress(type(coming).__name__, _passed(job))
+            job.progress(type(coming).__name__, _passed(job, 0.0))
         write(line.name)
         if isinstance(step, Lora):
             _adapt(job, program)
@@ -76,7 +76,7 @@ def rewrite(job: Job, program: Program, check: NumericCheck | None) -> None:
             before = program.copy()
 
     write("captured")
-    job.progress(type(passes[0]).__name__, _passed(job))
+    job.progress(type(passes[0]).__name__, _passed(job, 0.0))
     run(program, passes, check, watch)
     if check is not None:
         job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)

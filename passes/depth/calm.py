@@ -5,13 +5,14 @@ next token.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
+from accel.ir.calibration import Calibration
 from accel.ir.depth import PROPAGATE, Depth
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.rows import take_rows
@@ -19,12 +20,16 @@ from accel.ir.program import Editor, Program, ancestors
 from accel.ir.region import Conditional
 from accel.ir.trace import trace
 from accel.passes import Report
+from accel.passes.calibrate import feeds
 from accel.passes.depth import Base
-from accel.passes.depth._joint import conditions
+from accel.passes.depth._joint import PLAN, conditions
 
 aten = torch.ops.aten
 THRESHOLD = "threshold"
 _NEVER = 2.0  # above any difference of two probabilities
+_TOKENS = 512  # of text that a threshold is measured on
+_STEPS = 200  # thresholds that are tried
+_FEWEST = 16  # tokens that leave early, of which a share tells something
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,27 @@ class Calm(Base):
 
     This applies in decoding, token by token; a prompt runs all layers. The head is computed once more at each of
     these layers.
+
+    A `threshold` of 0 is measured: the least from which on `agreement` of the tokens that leave early have the
+    likeliest token of the whole model, on the calibration text (the paper calibrates it, too, with a bound that
+    holds with a given probability). A model whose middle layers are over-sure then never leaves early.
     """
 
-    threshold: float = 0.9
+    threshold: float = 0.0
+    agreement: float = 0.95
     first: int = 0
     every: int = 4
+    reads_text = True
     small: ClassVar[Mapping[str, Any]] = {"threshold": 0.05, "first": 1, "every": 1}
 
     def __post_init__(self) -> None:
-        if not self.threshold > 0:
+        if not self.threshold >= 0:
             raise RecipeError(
-                f"depth.calm: threshold = {self.threshold}; give a difference of probabilities above 0"
+                f"depth.calm: threshold = {self.threshold}; give a difference of probabilities, or 0 to measure one"
+            )
+        if not 0 < self.agreement <= 1:
+            raise RecipeError(
+                f"depth.calm: agreement = {self.agreement}; give a share of the tokens that leave early, up to 1"
             )
         if self.first < 0 or self.every < 1:
             raise RecipeError(
@@ -71,8 +86,70 @@ class Calm(Base):
                 _unless(program, call, done)
             if index in exits:
                 done = _exit(program, call, head, limit, done)
-        program.facts.depth = Depth((True,) * count, PROPAGATE, self.threshold)
+        threshold = self.threshold or self._measured(program, exits)
+        program.facts.depth = Depth((True,) * count, PROPAGATE, threshold)
         return Report(changed=len(exits))
+
+    def _measured(self, program: Program, exits: range) -> float:
+        """The threshold that the text gives, which the facts note."""
+        sure, same = observed(program, exits)
+        limit = least_threshold(sure, same, self.agreement)
+        left = leaving(sure, same, limit)
+        where = f"on {sure.shape[1]:,} tokens of the calibration text"
+        if not left.numel():
+            program.facts.notes.append(
+                f"calm: all layers run, for at no threshold do {self.agreement:.0%} of the tokens that leave early "
+                f"agree with the whole model ({where}); give a threshold, or a model that was trained for early exits"
+            )
+        else:
+            agree = float(left.float().mean())
+            program.facts.notes.append(
+                f"calm: threshold {limit:.3g}, {where}: {len(left) / sure.shape[1]:.0%} leave early, {agree:.0%} "
+                "of them with the likeliest token of the whole model"
+            )
+        return limit
+
+
+def observed(program: Program, exits: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Of each exit and token [E,N] of the calibration text how far its two likeliest tokens are apart, and whether the
+    first is that of the whole model. Tokens before have gone as deep as it.
+    """
+    count = len(program.facts.layers)
+    longest = min(_TOKENS, program.facts.max_context)
+    text = program.calibration or Calibration.random(program.facts.vocab_size, longest)
+    sure, same = [], []
+    for row in text.tokens[: max(1, _TOKENS // text.tokens.shape[1]), :longest].split(1):
+        given = feeds(program, "step", row)
+        best, depths = [], [*exits, count - 1]
+        for depth in depths:
+            given[PLAN] = torch.arange(count) <= depth
+            logits = program.run("step", given)["logits"].float()
+            best.append(logits.softmax(-1).topk(2))
+        sure.append(torch.cat([b.values[..., 0] - b.values[..., 1] for b in best[:-1]]))
+        last = best[-1].indices[..., 0]
+        same.append(torch.cat([b.indices[..., 0] == last for b in best[:-1]]))
+    return torch.cat(sure, 1), torch.cat(same, 1)
+
+
+def leaving(sure: Tensor, same: Tensor, limit: float) -> Tensor:
+    """Of the tokens that leave early by `sure` [E,N] whether each is the `same` [E,N] as the whole model's, [n]."""
+    out = sure >= limit
+    found: Tensor = same.gather(0, out.int().argmax(0)[None])[0][out.any(0)]
+    return found
+
+
+def least_threshold(sure: Tensor, same: Tensor, agreement: float) -> float:
+    """The least threshold from which on so many of the tokens that leave early agree; where there is none, one
+    that no token reaches.
+    """
+    least = _NEVER
+    for limit in torch.linspace(1, 0, _STEPS + 1)[1:-1].tolist():
+        left = leaving(sure, same, limit)
+        if len(left) >= _FEWEST and float(left.float().mean()) < agreement:
+            break
+        if len(left) >= _FEWEST:
+            least = limit
+    return least
 
 
 def _confident(logits: Tensor, limit: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from accel.passes import Pass
 
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
-    """Rewrites how weights are stored; `error` bounds the relative change of the logits."""
+    """Rewrites how weights are stored, and notes in `Weights.origins` what it rounds, which the numeric check restores;
+    `error`: how far it may move the logits of random weights, relative to the largest, for `accel-compile smoke`.
+    """
 
     alone = True

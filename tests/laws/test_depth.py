@@ -210,7 +210,7 @@ def test_a_nan_is_no_threshold(deep):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("calm", {"threshold": 0.0}),
+        ("calm", {"threshold": -0.1}),
         ("calm", {"first": -1}),
         ("shortgpt", {"share": 1.0}),
         ("shortgpt", {"tokens": 0}),
