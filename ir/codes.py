@@ -36,7 +36,8 @@ class Codes:
             blocks.sub_(self.zeros.unsqueeze(2)).mul_(self.scales.unsqueeze(2))
             if self.offsets is not None:
                 blocks.add_(self.offsets.unsqueeze(2))
-            return blocks.flatten(1)
+            whole: Tensor = blocks.flatten(1)
+            return whole
         if groups is None:
             groups = torch.arange(columns) // self.group
         weight = (self.q.float() - self.zeros[:, groups].float()) * self.scales[:, groups]

@@ -66,7 +66,7 @@ def rewrite(job: Job, program: Program, check: NumericCheck | None) -> None:
         job.steps.append(line)
         coming = passes[len(job.steps)] if len(job.steps) < len(passes) else None
         if coming is not None:
-            job.progress(type(coming).__name__, _passed(job))
+            job.progress(type(coming).__name__, _passed(job, 0.0))
         write(line.name)
         if isinstance(step, Lora):
             _adapt(job, program)
@@ -76,7 +76,7 @@ def rewrite(job: Job, program: Program, check: NumericCheck | None) -> None:
             before = program.copy()
 
     write("captured")
-    job.progress(type(passes[0]).__name__, _passed(job))
+    job.progress(type(passes[0]).__name__, _passed(job, 0.0))
     run(program, passes, check, watch)
     if check is not None:
         job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ _WORK_ALONE, _ALONE = (
 )  # the same of tokens that have calls of their own, and most of them
 _MOST, _FEWEST = 2048, 256  # tokens
 _LOGITS = 1 << 25  # logits of one call
+_SLICE = 1 << 22  # logits that are compared at a time
 _READ: dict[Any, int] = {
     aten.linear.default: 1, aten.embedding.default: 0, expert_linear.default: 2,
 }  # fmt: skip
@@ -67,12 +67,12 @@ def loss(before: Program, after: Program, text: Calibration) -> dict[str, Any]:
     predicted = 0
     for done, part in enumerate(rows.split(together)):
         text.progress(f"measuring the loss: {done * together} of {len(rows)}", 1.0)
-        a = _log_probabilities(before, part, [0, part.shape[1]])[:, first:]
-        b = _log_probabilities(after, part, calls)[:, first:]
-        apart.append((a.exp() * (a - b)).sum(-1).flatten().double())
-        if part.shape[1] - first > 1:
-            sums += torch.stack([_surprise(a, part[:, first:]), _surprise(b, part[:, first:])])
-            predicted += part[:, first + 1 :].numel()
+        a = decoded(before, part, [0, part.shape[1]], side_of(before, part))[:, first:]
+        b = decoded(after, part, calls, side_of(after, part))[:, first:]
+        moved, surprises = _compared(a, b, part[:, first:])
+        apart.append(moved)
+        sums += surprises
+        predicted += part[:, first + 1 :].numel()
     perplexity = [math.exp(min(700.0, float(s) / max(1, predicted))) for s in sums]
     each = torch.cat(apart)
     return {
@@ -96,12 +96,17 @@ def _weights(program: Program) -> set[str]:
     return found
 
 
-def _log_probabilities(program: Program, tokens: Tensor, calls: Sequence[int]) -> Tensor:
-    """[n,T] -> [n,T,V]."""
-    return decoded(program, tokens, calls, side_of(program, tokens)).log_softmax(-1)
-
-
-def _surprise(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
-    """The sum of -log p of each token after the first."""
-    flat = log_probabilities[:, :-1].flatten(0, 1)
-    return F.nll_loss(flat, tokens[:, 1:].flatten(), reduction="sum").double()
+def _compared(a: Tensor, b: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of logits [n,T,V] of two programs the KL divergence [n * T], and of both the sum of -log p of each token after
+    the first [2]; of a few tokens at a time, for logits of a large vocabulary are larger than the model.
+    """
+    apart, sums = [], torch.zeros(2, dtype=torch.float64)
+    step = max(1, _SLICE // (a.shape[0] * a.shape[2]))
+    for start in range(0, a.shape[1], step):
+        p, q = (x[:, start : start + step].log_softmax(-1) for x in (a, b))
+        apart.append((p.exp() * (p - q)).sum(-1).double())
+        after = tokens[:, start + 1 : start + step + 1]
+        for i, x in enumerate((p, q)):
+            flat = x[:, : after.shape[1]].flatten(0, 1)
+            sums[i] += F.nll_loss(flat, after.flatten(), reduction="sum").double()
+    return torch.cat(apart, 1).flatten(), sums
