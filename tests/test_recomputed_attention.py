@@ -9,6 +9,7 @@ import torch
 
 from accel.ir.ops.attention import Form, Operands, attention, form_with, operands_of
 from accel.ir.ops.mass import attention_weights
+from accel.ir.recipe import Recipe
 from accel.passes.calibrate import all_values
 from accel.passes.kv._shared.tables import observed
 from accel.passes.kv.compress import Compress
@@ -19,7 +20,7 @@ from accel.passes.prefill.sparse.minference import MInference
 from accel.passes.state.layers import Layers
 from accel.runtime.kv.budget.uniform import Uniform
 
-from .kv_case import Case, kept_part
+from .kv_case import Case, evicting, kept_part
 
 TOKENS, LOWEST = 40, torch.finfo(torch.float32).min
 MODELS = {  # the part of attention that it has, and how to leave that out
@@ -199,3 +200,10 @@ def test_a_segment_is_given_the_sink(stateful):
             if x is not None and x.kept_k is not None:
                 readers += sum(user is not node for user in x.sink.users)
     assert readers
+
+
+@pytest.mark.parametrize("name", ["zipcache", "qaq"])
+def test_a_method_may_ask_with_some_of_its_queries(stateful, name):
+    """Which are no whole tensor in memory: both take the last ones of the entry's."""
+    case = evicting(stateful("llama"), dict(Recipe.load(name).tables))
+    assert case.program.entries["compress"].outputs

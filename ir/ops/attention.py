@@ -88,8 +88,7 @@ class Form(Mask):
         Positions: of the queries [B,W], of the slots [B,G,S]; -1: nothing there.
         """
         grouped = queries.unflatten(1, (keys.shape[1], -1)).float()
-        products = grouped.flatten(2, 3) @ keys.float().transpose(-1, -2)  # [B,G,R·W,S]
-        scores = self.logits(products).unflatten(2, (grouped.shape[2], -1))
+        scores = self.logits(grouped @ keys.float()[:, :, None].transpose(-1, -2))
         if self.bias is not None:
             q, k = query_positions[:, None, :, None], positions[:, :, None]
             repeat = grouped.shape[2]
