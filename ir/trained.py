@@ -223,7 +223,8 @@ def _notes(key: str, file: Path, act: str, kind: type[AccelError]) -> dict[str, 
     try:
         with safe_open(file, framework="np") as inside:
             told = dict(inside.metadata() or {})
-    except (OSError, SafetensorError) as error:
+        json.loads(told.get("options", "{}")).items()
+    except (OSError, SafetensorError, ValueError, AttributeError) as error:
         raise kind(_incomplete(key, file, error, act)) from error
     if told.get("method") != key:
         raise kind(

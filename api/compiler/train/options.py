@@ -10,7 +10,7 @@ from typing import Any
 from accel.ir.errors import InputError, shown
 from accel.ir.trained import parts
 
-_COUNTS = ("budget", "length", "rows", "samples", "inner", "threads")
+_POSITIVE = ("budget", "length", "rows", "samples", "inner", "minutes", "pressure", "rate")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class TrainOptions:
     folders of the draft model, for lengths, and of a smaller model, for kv-prediction. minutes: of learning, all
     sessions. budget: tokens that a head should hold. pressure: the weight of what goes beyond it. length, rows: tokens
     of a row, and rows of a step. samples: steps that a table is measured on. inner: the width of a gate or a head, or
-    the rank of a coprocessor's products. rate: of learning. resume: go on with a run that was left.
+    the rank of a coprocessor's products. rate: of learning. threads: of the processor; 0: as
+    many as a model takes. resume: go on with a run that was left.
     """
 
     out: Path | None = None
@@ -35,13 +36,14 @@ class TrainOptions:
     inner: int = 128
     rate: float = 2e-3
     seed: int = 0
-    threads: int = 2
+    threads: int = 0
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in (*_COUNTS, "minutes", "pressure", "rate"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} is {shown(getattr(self, name))}; give more than 0")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if not value > 0:
+                raise InputError(f"{name} is {shown(value)}; give more than 0")
 
     @classmethod
     def of(cls, key: str, given: Mapping[str, Any]) -> TrainOptions:

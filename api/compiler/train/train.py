@@ -25,6 +25,7 @@ from accel.compiler.train.source import RowsOf, Source
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, RecipeError, unknown
 from accel.ir.recipe import Recipe
+from accel.lowering.onnx.threads import default_threads
 
 
 def train(
@@ -59,7 +60,7 @@ def train(
     line = say or (lambda _: None)
     source = Source(path, reader, options.text, quiet, line, rows, trust_remote_code)
     before = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or default_threads())
     try:
         return kind.make(one, source, options)
     finally:

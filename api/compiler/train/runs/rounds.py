@@ -117,7 +117,7 @@ class Logged(Kind):
         """See Kind."""
         one, read = watched(method)
         tables = {**one.drafts, "draft": {**one.drafts["draft"], "path": str(options.draft)}}
-        given = {"verify": False, "threads": options.threads, "progress": source.progress}
+        given = {"verify": False, "threads": options.threads or None, "progress": source.progress}
         with optimize(source.path, tables, **given) as model:
             options = replace(options, length=min(options.length, model.facts.max_context))
             rounds = recorded(model, one, _prompts(source, options))
