@@ -14,8 +14,8 @@ from torch import Tensor
 from accel.passes.weights._blocks import Packed, encode, held, in_blocks, round_to_nearest, steps
 from accel.passes.weights._feedback import Steps, feedback_of, round_with_feedback
 
-_LONGER = tuple(i / 20 for i in range(13, 22))  # of the step that reaches the largest value
-_FITS = 2  # times that steps are fitted to the codes that they gave
+_LONGER = (0.7, 0.8, 0.87, 0.93)  # of the step that reaches the largest value
+_FITS = 1  # times that steps are fitted to the codes that they gave
 _SMALLEST = 1e-3  # what a column counts at least, as a share of all columns' mean
 
 
@@ -59,7 +59,9 @@ def round_by_inputs(
     weight: Tensor, inputs: Tensor, bits: int, block: int, symmetric: bool, damping: float
 ) -> Packed:
     """A weight [N,K] in 4 bits: searched steps, and the errors fed back (GPTQ); in 8 bits to the nearest."""
-    if bits == 8:  # which err so little that nothing is gained, and symmetric, as the kernels take them
+    if (
+        bits == 8
+    ):  # which err so little that nothing is gained, and symmetric, as the kernels take them
         return round_to_nearest(weight, bits, block, True)
     counts = in_blocks(importance(inputs)[None], block)[0]
     choose: Steps = partial(searched_steps, counts)

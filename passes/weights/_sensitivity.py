@@ -81,7 +81,9 @@ class _Product(torch.autograd.Function):
 class _Run:
     """The interpreter of the run forward: references in place of operators, since those have gradients."""
 
-    def __init__(self, program: Program, products: Mapping[fx.Node, str], note: Callable[[str], Note]):
+    def __init__(
+        self, program: Program, products: Mapping[fx.Node, str], note: Callable[[str], Note]
+    ):
         self.params, self.products, self.note = program.params, products, note
         self.start = torch.zeros((), requires_grad=True)  # what makes the first product have one
 
@@ -97,7 +99,9 @@ class _Run:
                 values.pop(dead, None)
         raise ValueError("the graph returns nothing")
 
-    def _value(self, node: fx.Node, inputs: Mapping[str, Any], values: Mapping[fx.Node, Any]) -> Any:
+    def _value(
+        self, node: fx.Node, inputs: Mapping[str, Any], values: Mapping[fx.Node, Any]
+    ) -> Any:
         def given(n: fx.Node) -> Any:
             return operand(n, self.params, values)
 
