@@ -18,6 +18,7 @@ from accel.ir.ops.quantized import dequantize, pack, round_activations
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import join
 from accel.lowering.onnx.native.compile import find_compiler
+from accel.lowering.onnx.writer.builder import DTYPES
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
 
@@ -34,12 +35,12 @@ def weight(bits, block, k, n, zeros=False, seed=0):
     return pack(codes, bits), scales, points
 
 
-def external(name, array, folder):
+def external(name, tensor, folder):
     """An initializer in a file of its own, followed there by what is not a number."""
     path = folder / f"{name}.bin"
+    array = tensor.contiguous().view(torch.uint8).numpy()
     path.write_bytes(array.tobytes() + np.full(64, np.nan, np.float32).tobytes())
-    kind = helper.np_dtype_to_tensor_dtype(array.dtype)
-    made = TensorProto(name=name, data_type=kind, dims=array.shape)
+    made = TensorProto(name=name, data_type=DTYPES[tensor.dtype], dims=tensor.shape)
     made.data_location = TensorProto.EXTERNAL
     for key, value in (("location", path.name), ("offset", "0"), ("length", str(array.nbytes))):
         made.external_data.add(key=key, value=value)
@@ -67,7 +68,7 @@ def linear(folder, given, threads=1, **settings):
             if i in ("x", "more")
         ],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [external(f"p{n}", a.numpy(), folder) for n, a in enumerate(given) if torch.is_tensor(a)],
+        [external(f"p{n}", a, folder) for n, a in enumerate(given) if torch.is_tensor(a)],
     )
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid(native.DOMAIN, 1)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "linear.onnx")
@@ -94,11 +95,13 @@ FORMS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_form_equals_the_reference(form, tmp_path):
+def test_every_form_equals_the_reference(form, dtype, tmp_path):
     bits, block, zeros = form
     for k, n in SIZES:
         q, scales, points = weight(bits, block, k, n, zeros)
+        scales = scales.to(dtype)
         run = linear(tmp_path, ["x", q, scales, points], bits=bits, block=block)
         for rows in (1, 2, 3, 4, 7, 9, 27, 37):
             x = torch.randn(1, rows, k, generator=torch.Generator().manual_seed(rows))

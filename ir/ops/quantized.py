@@ -1,7 +1,8 @@
 """Weights in blocks of few bits: a row's block of numbers shares a scale, and may share a zero point.
 
-A number is `(q - zero) * scale`; without zero points `zero` is the middle, 2^(bits - 1). Codes are
-packed along the row, the first in the lowest bits; a last block that is not full is padded.
+A number is `(q - zero) * scale`; without zero points `zero` is the middle, 2^(bits - 1). Scales are
+float32 or bfloat16. Codes are packed along the row, the first in the lowest
+bits; a last block that is not full is padded.
 """
 
 from __future__ import annotations
@@ -141,5 +142,7 @@ quantized_embedding = Op(
     "quantized_embedding",
     "(Tensor ids, Tensor q, Tensor scales, Tensor? zeros, int bits, int block, int width) -> Tensor",
     reference=_quantized_embedding,
-    shape=lambda ids, q, scales, zeros, bits, block, width: scales.new_empty((*ids.shape, width)),
+    shape=lambda ids, q, scales, zeros, bits, block, width: scales.new_empty(
+        (*ids.shape, width), dtype=torch.float32
+    ),
 )

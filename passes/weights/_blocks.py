@@ -206,13 +206,23 @@ def steps(blocks: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
     middle, top = 2 ** (bits - 1), 2**bits - 1
     if symmetric:
         low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-        scales = torch.where(-low >= high, low, high) / -middle
-        return torch.where(scales == 0, 1, scales), torch.full_like(scales, middle)
+        scales = held(torch.where(-low >= high, low, high) / -middle)
+        return scales, torch.full_like(scales, middle)
     low = blocks.amin(-1, keepdim=True).clamp(max=0)
     high = blocks.amax(-1, keepdim=True).clamp(min=0)
-    scales = (high - low) / top
-    scales = torch.where(scales == 0, 1, scales)
+    scales = held((high - low) / top)
     return scales, (-low / scales).round().clamp(0, top)
+
+
+def held(scales: Tensor) -> Tensor:
+    """Rounded to bfloat16, in which they are stored: codes are those of the rounded ones. 1 in place of 0."""
+    return torch.where(scales == 0, 1, scales).bfloat16().float()
+
+
+def _stored(scales: Tensor) -> Tensor:
+    """In bfloat16 where that holds them exactly: those of a checkpoint it may not."""
+    half = scales.bfloat16()
+    return half if torch.equal(half.float(), scales) else scales
 
 
 def encode(blocks: Tensor, scales: Tensor, offsets: Tensor, bits: int) -> Tensor:
@@ -243,9 +253,10 @@ def insert(
         weight = stored.changed(_turned) if site.transposed else stored
     program.params.origins[stem] = Origin(weight, off)
     names = {"q": stem, "scales": f"{stem}.scales", "zeros": f"{stem}.zeros"}
-    for part, name in names.items():
-        if (tensor := getattr(packed, part)) is not None:
-            program.params.put_away(name, tensor)
+    scales = packed.scales if site.experts else _stored(packed.scales)
+    for part, tensor in {"q": packed.q, "scales": scales, "zeros": packed.zeros}.items():
+        if tensor is not None:
+            program.params.put_away(names[part], tensor)
     width = int(program.params.blank(site.name).shape[1])
     for node in site.nodes:
         editor = Editor(program, node.graph)

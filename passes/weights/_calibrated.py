@@ -54,14 +54,19 @@ class Calibrated(Blocks):
         """
         return 0.0
 
+    def choose(self, program: Program, tokens: Tensor) -> dict[str, int]:
+        """The bits of each weight, by name; it may divide weights whose parts get different ones."""
+        layers = len(program.facts.layers)
+        return {site.name: self.bits(site, layers) for site in sites(program, self.smallest)[0]}
+
     def run(self, program: Program) -> Report:
         report = Report()
         text = calibration_of(program)
         tokens = text.tokens[: max(1, self.tokens // text.tokens.shape[1])]
         start = self.prepare(program, tokens)
+        bits = self.choose(program, tokens)
         found, refused = sites(program, self.smallest)
         report.refused += refused
-        layers = len(program.facts.layers)
         todo = {site.name: site for site in found}
 
         def put(site: Site, packed: Packed) -> None:
@@ -70,7 +75,7 @@ class Calibrated(Blocks):
             report.changed += 1
 
         def nearest(site: Site) -> None:
-            put(site, self.nearest(program, site, self.bits(site, layers)))
+            put(site, self.nearest(program, site, bits[site.name]))
 
         def visit(node: fx.Node, inputs: Tensor, *ids: Tensor) -> None:
             site = wanted[node]
@@ -78,11 +83,11 @@ class Calibrated(Blocks):
             text.progress(f"rounding weights: {report.changed + 1} of {len(found)}", share)
             with torch.no_grad():
                 flat = inputs.flatten(0, -2).float()
-                bits, weight = self.bits(site, layers), program.params[site.name]
+                few, weight = bits[site.name], program.params[site.name]
                 if site.experts:
-                    packed = self._experts(site.matrices(weight), flat, ids[0], bits)
+                    packed = self._experts(site.matrices(weight), flat, ids[0], few)
                 else:
-                    packed = self.rounded(weight, flat, bits)
+                    packed = self.rounded(weight, flat, few)
             put(site, packed)
 
         for site in found:

@@ -1,13 +1,14 @@
 """Rounding with error feedback: GPTQ (arXiv:2210.17323).
 
 Columns are rounded one after another, and each one's error is made good by the columns still to come,
-as far as the inputs seen are correlated. The steps are those of rounding to nearest, set beforehand,
-so that the columns may be taken in any order: the largest inputs first.
+as far as the inputs seen are correlated. The steps are set beforehand, so that the columns may be taken
+in any order: the largest inputs first.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,17 +21,24 @@ _COLUMNS = 128  # rounded between two updates of the rest
 _ROWS = 4096  # of a weight at a time
 
 
+Steps = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]  # as `steps` has them
+
+
 def round_with_feedback(
-    weight: Tensor, order: Tensor, factor: Tensor, bits: int, block: int, symmetric: bool
+    weight: Tensor,
+    order: Tensor,
+    factor: Tensor,
+    bits: int,
+    block: int,
+    symmetric: bool,
+    choose: Steps = steps,
 ) -> Packed:
     """A weight [N,K] in few bits, so that its products with inputs like those seen stay the same.
 
-    order, factor: `feedback_of` the inputs.
+    order, factor: `feedback_of` the inputs. choose: the steps of blocks [N,blocks,block].
     """
-    parts = [
-        _rounded(rows, order, factor, bits, block, symmetric)
-        for rows in weight.float().split(_ROWS)
-    ]
+    how = (order, factor, bits, block, symmetric, choose)
+    parts = [_rounded(rows, *how) for rows in weight.float().split(_ROWS)]
     q, scales, zeros = (torch.cat(column) for column in zip(*parts, strict=True))
     return Packed(q, scales, None if symmetric else zeros, bits, block)
 
@@ -59,10 +67,16 @@ def feedback_of(inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(
-    weight: Tensor, order: Tensor, factor: Tensor, bits: int, block: int, symmetric: bool
+    weight: Tensor,
+    order: Tensor,
+    factor: Tensor,
+    bits: int,
+    block: int,
+    symmetric: bool,
+    choose: Steps,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Packed codes, scales [N,blocks] and packed zero points of some rows."""
-    scales, zeros = (part.squeeze(-1) for part in steps(in_blocks(weight, block), bits, symmetric))
+    scales, zeros = (part.squeeze(-1) for part in choose(in_blocks(weight, block), bits, symmetric))
     rest = weight.t()[order].contiguous()  # [K,N]: a column is a row here, and lies in one piece
     codes = torch.empty_like(rest, dtype=torch.uint8)
     columns = [

@@ -24,7 +24,7 @@ struct Base {
   const char* (*get_version)();
 };
 
-enum Type { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kBool = 9, kHalf = 10 };
+enum Type { kAny = 0, kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kBool = 9, kHalf = 10, kBFloat16 = 16 };
 enum Presence { kRequired = 0, kOptional = 1 };
 
 struct Api {
@@ -48,6 +48,7 @@ struct Api {
   }
   Status* data(Value* v, void** out) const { return call(51, v, out); }
   Status* shape(const Value* v, Shape** out) const { return call(65, v, out); }
+  Status* type(const Shape* s, int* out) const { return call(60, s, out); }
   Status* rank(const Shape* s, size_t* out) const { return call(61, s, out); }
   Status* sizes(const Shape* s, int64_t* out, size_t rank) const { return call(62, s, out, rank); }
   void release(Shape* s) const { call(99, s); }
@@ -81,8 +82,9 @@ struct Op {
   int (*last_version)(const Op*);
 };
 
-// A tensor of a call: its sizes (up to four) and its memory; data is null where it was not given.
+// A tensor of a call: its type, its sizes (up to four) and its memory; data is null where it was not given.
 struct Tensor {
+  int type = 0;
   int64_t size[4] = {1, 1, 1, 1};
   size_t rank = 0;
   void* data = nullptr;
@@ -104,7 +106,8 @@ inline Status* read(const Api& api, const Context* c, size_t i, Tensor* out) {
   if (!value) return nullptr;
   Shape* shape = nullptr;
   if (Status* s = api.shape(value, &shape)) return s;
-  Status* s = api.rank(shape, &out->rank);
+  Status* s = api.type(shape, &out->type);
+  if (!s) s = api.rank(shape, &out->rank);
   if (!s && out->rank > 4) s = api.fail("a tensor of more than four axes");
   if (!s) s = api.sizes(shape, out->size, out->rank);
   api.release(shape);

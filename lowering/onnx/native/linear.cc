@@ -35,6 +35,7 @@ struct Call {
   float* out;
   int64_t rows, K, N, wide, tile;         // wide: columns of the result; tile: of a piece of work
   int64_t blocks, groups, bytes, padded;  // of a row; padded: floats of a row by blocks
+  bool half;                              // whether the scales are bfloat16, else float
   bool turned;                            // whether many rows share each weight, so that it pays to turn them
   std::vector<char> inputs;               // Group<bits> [rows, groups], aligned within
   std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]; totals: what zero points add
@@ -83,17 +84,27 @@ void round_row(Call& c, int64_t row) {
 // What a thread needs beside the call: by blocks, and a copy of one of the last weight rows, to read beyond
 // the end of the weight.
 struct Scratch {
-  std::vector<float> scales, zeros, last_scales;  // [4, padded], [padded], [padded]
-  std::vector<uint8_t> last;
+  std::vector<float> scales, zeros;  // [4, padded], [padded]
+  std::vector<uint8_t> last, last_scales;
 };
 
 struct Weight {
   const uint8_t* codes;
-  const float *scales, *zeros;
+  const void* scales;
+  const float* zeros;
 };
 
+// Eight scales, from the b-th of them on.
+template <bool half>
+inline v8 scales_at(const void* scales, int64_t b) {
+  if (half) return widened(static_cast<const uint16_t*>(scales) + b);
+  return load(static_cast<const float*>(scales) + b);
+}
+
 Weight weight_of(const Call& c, Scratch& s, int64_t n) {
-  Weight w = {c.q.as<uint8_t>() + n * c.bytes, c.scales.as<float>() + n * c.blocks, s.zeros.data()};
+  const int64_t size = c.half ? 2 : 4;
+  const uint8_t* scales = c.scales.as<uint8_t>() + n * c.blocks * size;
+  Weight w = {c.q.as<uint8_t>() + n * c.bytes, scales, s.zeros.data()};
   if (c.zeros.data) {
     const uint8_t* packed = c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2);
     for (int64_t b = 0; b < c.blocks; ++b) s.zeros[b] = float(packed[b / 2] >> b % 2 * 4 & 15);
@@ -102,14 +113,14 @@ Weight weight_of(const Call& c, Scratch& s, int64_t n) {
                 n * c.blocks + (c.blocks + 7) / 8 * 8 <= c.N * c.blocks;
   if (inside) return w;
   s.last.assign(c.groups * codes::kBytes, 0);
-  s.last_scales.assign(c.padded, 0.0f);
+  s.last_scales.assign(c.padded * size, 0);
   std::copy(w.codes, w.codes + c.bytes, s.last.begin());
-  std::copy(w.scales, w.scales + c.blocks, s.last_scales.begin());
+  std::copy(scales, scales + c.blocks * size, s.last_scales.begin());
   return {s.last.data(), s.last_scales.data(), w.zeros};
 }
 
 // The sums of one weight row with N input rows. What the zero points add is taken off at the end.
-template <int N, int bits, codes::Spread spread>
+template <int N, int bits, codes::Spread spread, bool half>
 inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>& lanes, int64_t row, int64_t n,
                      v8* out) {
   Weight w = weight_of(c, s, n);
@@ -122,7 +133,7 @@ inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>
     scales[i] = s.scales.data() + i * c.padded;
     less[i] = total[i][0] = total[i][1] = all(0.0f);
     for (int64_t b = 0; b < c.blocks; b += 8) {
-      v8 scale = load(w.scales + b);
+      v8 scale = scales_at<half>(w.scales, b);
       store(scales[i] + b, scale * load(steps + b));
       if (bits == 4) less[i] = fused(c.zeros.data ? scale * load(w.zeros + b) : scale, load(totals + b), less[i]);
     }
@@ -144,14 +155,14 @@ inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>
 }
 
 // N input rows times `count` weight rows from `first` -> out[i * kTile + j].
-template <int N, int bits, codes::Spread spread>
+template <int N, int bits, codes::Spread spread, bool half>
 void products(const Call& c, Scratch& s, int64_t row, int64_t first, int64_t count, float* out) {
   constexpr int64_t M = 4 / N;  // weight rows whose sums are added up together
   const codes::Lanes<bits, spread> lanes(c.set.block);
   for (int64_t j = 0; j < count; j += M) {
     v8 total[4];
     for (int64_t m = 0; m < M; ++m)
-      row_sums<N, bits, spread>(c, s, lanes, row, first + std::min(j + m, count - 1), total + m * N);
+      row_sums<N, bits, spread, half>(c, s, lanes, row, first + std::min(j + m, count - 1), total + m * N);
     v4 four = sums(total[0], total[1], total[2], total[3]);
     for (int64_t m = 0; m < M; ++m)
       for (int64_t i = 0; i < N; ++i) out[i * kTile + j + m] = four[m * N + i];
@@ -167,11 +178,16 @@ v8 biases(const Call& c, int64_t first, int64_t count) {
 
 typedef void (*Products)(const Call&, Scratch&, int64_t, int64_t, int64_t, float*);
 
+template <int N, int bits, bool half>
+Products products_of_scales(const Call& c) {
+  int64_t size = codes::Group<bits>::kSize;
+  if (c.set.block == size) return products<N, bits, codes::kOne, half>;
+  return c.set.block < size ? products<N, bits, codes::kSeveral, half> : products<N, bits, codes::kOver, half>;
+}
+
 template <int N, int bits>
 Products products_of(const Call& c) {
-  int64_t size = codes::Group<bits>::kSize;
-  if (c.set.block == size) return products<N, bits, codes::kOne>;
-  return c.set.block < size ? products<N, bits, codes::kSeveral> : products<N, bits, codes::kOver>;
+  return c.half ? products_of_scales<N, bits, true>(c) : products_of_scales<N, bits, false>(c);
 }
 
 #if defined(__AVX2__)
@@ -189,11 +205,13 @@ void turn(const Call& c, Scratch& s, int64_t first, codes::Strip& strip) {
       std::copy(rows[i], rows[i] + c.bytes, copy);
       rows[i] = copy;
     }
+    const uint16_t* few = c.scales.as<uint16_t>() + n * c.blocks;
     const float* scales = c.scales.as<float>() + n * c.blocks;
     const uint8_t* zeros = c.zeros.data ? c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2) : nullptr;
     for (int64_t b = 0; b < c.blocks; ++b) {
-      strip.scales[b * codes::kWide + i] = scales[b];
-      strip.zeros[b * codes::kWide + i] = scales[b] * (zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 1.0f);
+      float scale = c.half ? widened_one(few + b) : scales[b];
+      strip.scales[b * codes::kWide + i] = scale;
+      strip.zeros[b * codes::kWide + i] = scale * (zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 1.0f);
     }
   }
   for (int64_t g = 0; g < c.groups; ++g) codes::turn(rows, g * codes::kBytes, strip.numbers + 16 * g);
@@ -303,7 +321,8 @@ bool fits(const Call& c) {
                 c.scales.size[1] == c.blocks && (c.K + c.set.block - 1) / c.set.block == c.blocks;
   bool around = (!c.zeros.data || (c.zeros.size[0] == c.N && c.zeros.size[1] == (c.blocks + 1) / 2)) &&
                 (!c.bias.data || c.bias.size[0] == c.N) && (!c.more.data || c.more.count() == c.rows * c.wide);
-  return whole && power && weight && around && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
+  bool floats = c.scales.type == abi::kFloat || c.scales.type == abi::kBFloat16;
+  return floats && whole && power && weight && around && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
 }
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
@@ -312,6 +331,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   for (size_t i = 0; i < 7; ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
+  c.half = c.scales.type == abi::kBFloat16;
   if (c.x.rank < 1) return api.fail("Linear: the input is a single number");
   c.K = c.x.size[c.x.rank - 1], c.N = c.q.size[0], c.wide = c.set.gate ? c.N / 2 : c.N;
   c.blocks = c.q.size[1], c.bytes = c.q.size[1] * c.q.size[2];
@@ -363,7 +383,7 @@ abi::Op linear_op() {
   abi::Op op = abi::op_of<Settings, kAttributes, run>();
   op.name = [](const abi::Op*) { return "Linear"; };
   op.input_count = [](const abi::Op*) { return size_t(7); };
-  op.input_type = [](const abi::Op*, size_t i) { return int(i == 1 || i == 3 ? abi::kUint8 : abi::kFloat); };
+  op.input_type = [](const abi::Op*, size_t i) { return int(i == 2 ? abi::kAny : i == 1 || i == 3 ? abi::kUint8 : abi::kFloat); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 2 ? abi::kOptional : abi::kRequired); };
   return op;
 }

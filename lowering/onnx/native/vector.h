@@ -26,6 +26,22 @@ static inline v8 held(const float* p) {
 #endif
   return x;
 }
+// Eight bfloat16: the upper halves of floats.
+static inline v8 widened(const uint16_t* p) {
+  typedef uint16_t u8 __attribute__((vector_size(16)));
+  u8 upper;
+  std::memcpy(&upper, p, sizeof upper);
+  i8 bits = __builtin_convertvector(upper, i8) << 16;
+  v8 x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+static inline float widened_one(const uint16_t* p) {
+  uint32_t bits = uint32_t(*p) << 16;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
 static inline void store(float* p, v8 x) { std::memcpy(p, &x, sizeof x); }
 static inline v8 all(float x) { return v8{x, x, x, x, x, x, x, x}; }
 static inline i8 all(int32_t x) { return i8{x, x, x, x, x, x, x, x}; }

@@ -1,0 +1,155 @@
+"""Weights in 4 bits, of which those that cost most for their size get 8: measured, not by their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import RecipeError
+from accel.ir.ops.op import operand_of
+from accel.ir.ops.quantized import dequantize
+from accel.ir.program import Editor, Program
+from accel.ir.weights import Stacked
+from accel.passes.clean.clean import forget_unused, replace
+from accel.passes.weights._blocks import Packed, Site, round_to_nearest, sites
+from accel.passes.weights._calibrated import Calibrated, calibration_of
+from accel.passes.weights._search import round_by_inputs
+from accel.passes.weights._sensitivity import rounding_losses
+
+aten = torch.ops.aten
+_TOKENS = 512  # that losses are measured on
+_DAMPING = 0.01  # as in int4-gptq
+
+
+@dataclass
+class _Candidate:
+    """Rows of a site's weight that may have other bits than the rest. loss: of 4 bits, KL per token."""
+
+    site: Site
+    part: int
+    size: int
+    loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chosen(Calibrated):
+    """Embedding and head in 8 bits; of the layers' weights the share `eight` that 4 bits would harm most for their
+    bytes, the others in 4, rounded by the calibration text: steps that err least, errors fed back.
+    """
+
+    tokens: int = 2048
+    eight: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.eight <= 1:
+            raise RecipeError(f"eight = {self.eight}; give the share of weights in 8 bits, 0 to 1")
+
+    def bits(self, site: Site, layers: int) -> int:
+        return 8 if site.layer is None else 4
+
+    def choose(self, program: Program, tokens: Tensor) -> dict[str, int]:
+        found, _ = sites(program, self.smallest)
+        layers = len(program.facts.layers)
+        bits = {site.name: self.bits(site, layers) for site in found}
+        parts = {
+            s.name: _parts(program, s, self.smallest)
+            for s in found
+            if s.layer is not None and s.linears
+        }
+        own = [s for s in found if s.name in parts]
+        chosen = self._chosen(program, tokens, own, parts) if own and self.eight else set()
+        for site in own:
+            eight = [(site.name, i) in chosen for i in range(len(parts[site.name]))]
+            if all(eight):
+                bits[site.name] = 8
+            elif any(eight):
+                bits |= _divide(program, site, parts[site.name], eight)
+        forget_unused(program)
+        return bits
+
+    def _chosen(
+        self, program: Program, tokens: Tensor, own: Sequence[Site], parts: dict[str, list[int]]
+    ) -> set[tuple[str, int]]:
+        """The parts of weights that get 8 bits."""
+        calibration_of(program).progress("measuring what rounding costs", 0.0)
+        steps = set(_nodes(program))
+        products = {n: s.name for s in own for n in s.linears if n in steps}
+        rows = tokens[: max(1, _TOKENS // tokens.shape[1]), : program.facts.max_context]
+        losses = rounding_losses(program, rows, products, self._in_few, parts)
+        width = {s.name: int(program.params.blank(s.name).shape[1]) for s in own}
+        all_of = [
+            _Candidate(s, i, rows * width[s.name], losses[s.name][i])
+            for s in own
+            for i, rows in enumerate(parts[s.name])
+        ]
+        room = self.eight * sum(c.size for c in all_of)
+        chosen = set()
+        for one in sorted(all_of, key=lambda c: c.loss / c.size, reverse=True):
+            if one.size <= room:
+                room -= one.size
+                chosen.add((one.site.name, one.part))
+        return chosen
+
+    def _in_few(self, weight: Tensor) -> Tensor:
+        packed = round_to_nearest(weight, 4, self.block, self.symmetric)
+        return dequantize(packed.q, packed.scales, packed.zeros, 4)[:, : weight.shape[1]]
+
+    def rounded(self, weight: Tensor, inputs: Tensor, bits: int) -> Packed:
+        return round_by_inputs(weight, inputs, bits, self.block, self.symmetric, _DAMPING)
+
+
+def _nodes(program: Program) -> list[fx.Node]:
+    return [n for graph in program.graphs(program.step) for n in graph.nodes]
+
+
+def _parts(program: Program, site: Site, smallest: int) -> list[int]:
+    """How many rows each part has of a weight that is a stack. Two are a gate and what it multiplies, which kernels
+    take together, and are one part; so is what else is read as one.
+    """
+    stored = program.params.stored(site.name)
+    biases = [operand_of(n, "bias") for n in site.linears]
+    fixed = all(b is None or b.op == "get_attr" for b in biases)
+    if isinstance(stored, Stacked) and not stored.changes and len(stored.parts) > 2 and fixed:
+        if min(part.blank.numel() for part in stored.parts) >= smallest:
+            return [int(part.blank.shape[0]) for part in stored.parts]
+    return [int(program.params.blank(site.name).shape[0])]
+
+
+def _divide(
+    program: Program, site: Site, parts: Sequence[int], eight: Sequence[bool]
+) -> dict[str, int]:
+    """A product for each run of rows of the same bits, in place of one; the bits of their weights by name."""
+    stored = program.params.stored(site.name)
+    assert isinstance(stored, Stacked)
+    runs: list[list[int]] = []  # numbers of parts
+    for i in range(len(parts)):
+        if runs and eight[runs[-1][0]] == eight[i]:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    found = {}
+    for run in runs:
+        name = f"{site.name}[{run[0]}:{run[-1] + 1}]"
+        program.params[name] = Stacked.rows([stored.parts[i] for i in run])
+        found[name] = 8 if eight[run[0]] else 4
+    for node in site.linears:
+        editor = Editor(program, node.graph)
+        bias, start, made = operand_of(node, "bias"), 0, []
+        with node.graph.inserting_before(node):
+            for name in found:
+                end = start + int(program.params.blank(name).shape[0])
+                own = None
+                if bias is not None:
+                    value = program.params[str(bias.target)][start:end].clone()
+                    own = editor.param(f"{bias.target}[{start}:{end}]", value)
+                weight = editor.param(name)
+                given = operand_of(node, "input")
+                made.append(editor.call(aten.linear.default, given, weight, own, like=node))
+                start = end
+            whole = editor.call(aten.cat.default, made, -1, like=node)
+        replace(node, whole)
+    return found

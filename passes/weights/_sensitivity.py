@@ -1,0 +1,121 @@
+"""What rounding each weight costs: an estimate of the KL divergence of the predictions, of all weights from one run
+forward and one back.
+
+To second order the divergence is half the variance of the first-order change of log p(token), over tokens that the
+model itself would write (the Fisher information, as in FIT, arXiv:2210.08502). So a token is drawn from every
+prediction, and what rounding adds to a product is multiplied with the gradient there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from accel.ir.ops.op import REFERENCES, operand_of
+from accel.ir.program import Program, compute, last_uses, operand
+from accel.ir.region import Conditional, Region
+from accel.passes.calibrate import feeds
+
+Read = Callable[[], Tensor]  # a weight [N,K]
+Note = Callable[[Tensor, Tensor, Tensor], None]  # (weight [N,K], inputs [n,K], gradient [n,N])
+
+
+def rounding_losses(
+    program: Program,
+    tokens: Tensor,
+    products: Mapping[fx.Node, str],
+    rounding: Callable[[Tensor], Tensor],
+    parts: Mapping[str, list[int]],
+) -> dict[str, list[float]]:
+    """For the weight of each product, the mean KL per token of rounding each of its parts.
+
+    tokens [n,T]; products: nodes of the step, with the name of their weight; rounding: [N,K] -> [N,K]; parts: how
+    many rows each part of a weight has. A product that no token reaches costs nothing.
+    """
+    found = {name: [0.0] * len(rows) for name, rows in parts.items()}
+
+    def note(name: str) -> Note:
+        def add(weight: Tensor, inputs: Tensor, gradient: Tensor) -> None:
+            off = F.linear(inputs, rounding(weight) - weight) * gradient
+            for i, part in enumerate(off.split(parts[name], dim=-1)):
+                found[name][i] += float(part.sum(-1).square().sum()) / (2 * tokens.numel())
+
+        return add
+
+    run = _Run(program, products, note)
+    with torch.enable_grad():
+        logits = run.graph(program.step.graph, feeds(program, "step", tokens))[
+            list(program.step.output_nodes()).index("logits")
+        ]
+        odds = logits.float().log_softmax(-1).flatten(0, -2)
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.multinomial(odds.detach().exp(), 1, generator=generator)
+        if odds.requires_grad:
+            odds.gather(-1, drawn).sum().backward()  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T, the weight read again on the way back: no two of them are held."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Tensor, read: Read, note: Note) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.read, ctx.note = read, note
+        return F.linear(x, read())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight = ctx.read()
+        with torch.no_grad():
+            ctx.note(weight, x.flatten(0, -2), gradient.flatten(0, -2))
+            return gradient @ weight, None, None, None
+
+
+class _Run:
+    """The interpreter of the run forward: references in place of operators, since those have gradients."""
+
+    def __init__(
+        self, program: Program, products: Mapping[fx.Node, str], note: Callable[[str], Note]
+    ):
+        self.params, self.products, self.note = program.params, products, note
+        self.start = torch.zeros((), requires_grad=True)  # what makes the first product have one
+
+    def graph(self, graph: fx.Graph, inputs: Mapping[str, Any]) -> Any:
+        values: dict[fx.Node, Any] = {}
+        last = last_uses(graph)
+        for node in graph.nodes:
+            if node.op == "output":
+                return map_arg(node.args[0], lambda n: operand(n, self.params, values))
+            if node.op != "get_attr":
+                values[node] = self._value(node, inputs, values)
+            for dead in last.get(node, ()):
+                values.pop(dead, None)
+        raise ValueError("the graph returns nothing")
+
+    def _value(
+        self, node: fx.Node, inputs: Mapping[str, Any], values: Mapping[fx.Node, Any]
+    ) -> Any:
+        def given(n: fx.Node) -> Any:
+            return operand(n, self.params, values)
+
+        if node in self.products:
+            name = self.products[node]
+            x, bias = given(operand_of(node, "input")), operand_of(node, "bias")
+            made = _Product.apply(x, self.start, lambda: self.params[name], self.note(name))  # type: ignore[no-untyped-call]
+            return made if bias is None else made + given(bias)
+        args, kwargs = map_arg(node.args, given), map_arg(node.kwargs, given)
+        if isinstance(node.target, Region):
+            skipped = isinstance(node.target, Conditional) and not args[0]
+            graph = node.target.otherwise if skipped else node.target.graph  # type: ignore[attr-defined]
+            names = [str(p.target) for p in graph.find_nodes(op="placeholder")]
+            return self.graph(graph, dict(zip(names, args, strict=True)))
+        if node.target in REFERENCES:
+            return REFERENCES[node.target](*args, **kwargs)
+        return compute(node, self.params, inputs, values)
