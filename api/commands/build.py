@@ -90,10 +90,11 @@ def build(
 
     An artifact is a folder that runs without PyTorch. The build is atomic: a failed one writes nothing.
     """
-    with extra("compile"):
-        from accel.compiler.optimize import optimize
-
     with progress("build") as watch:
+        watch("torch", 0.0)
+        with extra("compile"):
+            from accel.compiler.optimize import optimize
+
         compiled = optimize(
             model,
             options.recipe(recipe),

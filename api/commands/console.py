@@ -43,7 +43,8 @@ def progress(title: str) -> Iterator[Progress]:
         TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
         TimeElapsedColumn(),
     )  # fmt: skip
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    # a capture silences sys.stderr for what torch prints; the bar goes on
+    with Bar(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task(title, total=1.0)
 
         def show(name: str, done: float) -> None:
