@@ -49,7 +49,7 @@ class TrainOptions:
     def of(cls, key: str, given: Mapping[str, Any]) -> TrainOptions:
         """Those that are given; others as the part that comes with accel was made."""
         told = parts()[key].told if key in parts() else {}
-        own = {f.name: type(f.default) for f in fields(cls)}
+        own: dict[str, Any] = {f.name: type(f.default) for f in fields(cls)}
         as_told = {n: own[n](v) for n, v in told.items() if own.get(n) in (int, float)}
         return cls(**{**as_told, **given})
 

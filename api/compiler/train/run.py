@@ -137,7 +137,7 @@ class Run(Kind):
                 1.0, (self.step + 1) / WARMUP, max(0.05, (1 - self.progress) / 0.3)
             )
         self.optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.tensors, 1.0)
         self.optimiser.step()
         self.step += 1

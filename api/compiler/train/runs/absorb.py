@@ -17,8 +17,9 @@ from torch import Tensor
 
 from accel.compiler.over_state import keys_of
 from accel.compiler.train.run import Run
-from accel.ir.ops.attention import merged
+from accel.ir.ops.attention import merged, operands_of
 from accel.ir.program import Program
+from accel.ir.region import sizes
 from accel.ir.tables import Observed
 from accel.passes.kv._shared.tables import attentions, observed
 from accel.passes.kv.inputs import Site, call
@@ -43,9 +44,9 @@ class Absorbing:
         }
         self.sizes = {
             layer: {
-                "heads": int(node.args[0].meta["val"].shape[1]),
-                "groups": int(keys[layer].meta["val"].shape[1]),
-                "width": int(keys[layer].meta["val"].shape[3]),
+                "heads": int(sizes(operands_of(node).q)[1]),
+                "groups": int(sizes(keys[layer])[1]),
+                "width": int(sizes(keys[layer])[3]),
             }
             for layer, node in nodes.items()
         }
@@ -108,7 +109,7 @@ class Absorbing:
         state = call(self.method.absorb, {**told, **state, "keys": k, "values": v, "gone": gone})
         beside = call(self.method.read, {**told, **state, "queries": q[:, :, cut:]})
         found = merged(dropped, lse, *beside)[0]
-        errors = [
+        errors: list[Tensor] = [
             ((out - want).transpose(1, 2).flatten(2) @ output.T).square().mean()
             for out in (found, dropped)
         ]

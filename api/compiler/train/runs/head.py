@@ -42,7 +42,8 @@ class Whole:
     def logits(self, tokens: Tensor) -> Tensor:
         """[B,T,V] of tokens [B,T]."""
         with torch.no_grad():
-            return self.program.run("step", feeds(self.program, "step", tokens))[LOGITS].float()
+            found: dict[str, Tensor] = self.program.run("step", feeds(self.program, "step", tokens))
+        return found[LOGITS].float()
 
     def run(self, tokens: Any) -> Any:
         """The same, of arrays."""

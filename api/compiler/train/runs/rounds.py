@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,6 +35,7 @@ from accel.runtime.sample.standard import Standard
 from accel.runtime.speculation.round_cost import RoundCost
 
 NEW = 64  # tokens that the model continues each text by
+Tokens = npt.NDArray[np.int64]
 STEPS = 1500  # of learning, each on all examples
 HELD = 8  # every so manieth text is not learnt from
 
@@ -82,7 +84,7 @@ class _Pace(Pace):
         self._reader, self._read = self._method.reader(), list[Array]()
 
 
-def recorded(model: Any, method: OfRounds, prompts: Iterable[Array]) -> Rounds:
+def recorded(model: Any, method: OfRounds, prompts: Iterable[Tokens]) -> Rounds:
     """Rounds of a model that was built with the method's `drafts`, on these prompts [n]."""
     rounds = Rounds(method)
     tables = {"tree": {"use": "chain"}, "verify": {"use": "rrs-wor"}, **method.drafts}
@@ -117,8 +119,11 @@ class Logged(Kind):
         """See Kind."""
         one, read = watched(method)
         tables = {**one.drafts, "draft": {**one.drafts["draft"], "path": str(options.draft)}}
-        given = {"verify": False, "threads": options.threads or None, "progress": source.progress}
-        with optimize(source.path, tables, **given) as model:
+        threads = options.threads or None
+        with optimize(
+            source.path, tables, verify=False, threads=threads, progress=source.progress
+        ) as model:
+            assert model.draft_model is not None
             options = replace(options, length=min(options.length, model.facts.max_context))
             rounds = recorded(model, one, _prompts(source, options))
             names = {"model": sample(model.session), "draft": sample(model.draft_model.session)}
@@ -136,7 +141,7 @@ class Logged(Kind):
         return Made(file, ", ".join(f"{n} {v:.4g}" for n, v in told.items()))
 
 
-def _prompts(source: Source, options: TrainOptions) -> Iterator[Array]:
+def _prompts(source: Source, options: TrainOptions) -> Iterator[Tokens]:
     """The first half of each text [n]; the second batch tells how long all will take."""
     texts = source.rows(options.length, options.rows, options.seed)
     start, count = time.monotonic(), options.samples * options.rows
@@ -159,7 +164,7 @@ def taught(
     for _ in range(STEPS):
         optimiser.zero_grad()
         loss = F.binary_cross_entropy_with_logits(method.odds(part, x), right)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         schedule.step()
 
