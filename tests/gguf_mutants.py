@@ -93,12 +93,15 @@ def parts(data):
 
 
 def mutants(whole):
-    """(what is changed, whose name an error tells or "", the bytes), of the parts of a file."""
+    """(what is changed, whose name an error tells or "", a function that gives the bytes), of the parts of a file."""
 
     def changed(change):
-        copy = deepcopy(whole)
-        change(copy)
-        return copy.bytes()
+        def made():
+            copy = deepcopy(whole)
+            change(copy)
+            return copy.bytes()
+
+        return made
 
     def setting(which, at, index, value):
         def change(copy):
@@ -114,8 +117,8 @@ def mutants(whole):
     data = whole.bytes()
     for share in range(40):
         cut = len(data) * share // 40
-        yield f"the first {cut} bytes", "", data[:cut]
-    yield "bytes behind", "", data + bytes(64)
+        yield f"the first {cut} bytes", "", lambda cut=cut: data[:cut]
+    yield "bytes behind", "", lambda: data + bytes(64)
     for align in (0, 3, 8, 16, 64, 4096, 2**31):
         more = ["general.alignment", 4, align]
         yield f"alignment {align}", "", changed(lambda p, m=more: p.fields.append(m))

@@ -28,7 +28,7 @@ from .op_cases import CASES, Case, few_bits_routed
 from .test_ops import assert_close, onnx_session, program_of
 
 EXPERTS, CHOSEN, HIDDEN, INNER, LAYERS = 6, 2, 64, 96, 2
-BITS = {"int4": (4, 64), "int8": (8, 128)}  # and block
+BITS = {"int4": (4, 32), "int8": (8, 32)}  # and block
 
 
 def mixtral():

@@ -210,12 +210,15 @@ def steps(blocks: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
         return scales, torch.full_like(scales, middle)
     low = blocks.amin(-1, keepdim=True).clamp(max=0)
     high = blocks.amax(-1, keepdim=True).clamp(min=0)
-    scales = held((high - low) / top)
+    scales = (high - low) / top
+    scales = torch.where(scales == 0, 1, scales)
     return scales, (-low / scales).round().clamp(0, top)
 
 
 def held(scales: Tensor) -> Tensor:
-    """Rounded to bfloat16, in which they are stored: codes are those of the rounded ones. 1 in place of 0."""
+    """Symmetric ones, rounded to bfloat16, in which they are stored: codes are those of the rounded ones. 1 in place
+    of 0.
+    """
     return torch.where(scales == 0, 1, scales).bfloat16().float()
 
 

@@ -51,7 +51,8 @@ def searched_steps(
         weighed = codes * counts
         square = (weighed * codes).sum(-1, keepdim=True)
         fitted = (weighed * blocks).sum(-1, keepdim=True) / square
-        offer(held(torch.where(square > 0, fitted, scales)), zeros)
+        fitted = torch.where((square > 0) & (fitted != 0), fitted, scales)
+        offer(held(fitted) if symmetric else fitted, zeros)
     return scales, zeros
 
 
