@@ -8,10 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from accel.ir.errors import AccelError
+from accel.ir.parts import Part, bundled, how
 from accel.ir.user_cache import cache_folder, open_private, private_folder
 
 Tensors = dict[str, npt.NDArray[Any]]
@@ -32,73 +30,6 @@ class Likeness(Enum):
     SAME = "same"
     NEAR = "near"
     OTHER = "other"
-
-
-@dataclass(frozen=True)
-class Part:
-    """How the part of a method is made: `told` are the options by which the bundled one was."""
-
-    key: str
-    told: Mapping[str, str]
-    of_two: bool  # whether it is for a model and its draft model
-
-    @property
-    def measured(self) -> bool:
-        """Whether it needs statistics only, and so can be made at build."""
-        return "rate" not in self.told
-
-    @property
-    def verb(self) -> tuple[str, str]:
-        """What is done, and was done."""
-        return ("measure", "measured") if self.measured else ("train", "trained")
-
-    @property
-    def mark(self) -> str:
-        """How a list of recipes marks what needs it."""
-        return "+" if self.measured else "*"
-
-    @property
-    def command(self) -> str:
-        """What makes it."""
-        return f"accel-compile train {self.key} MODEL{' --draft DRAFT' if self.of_two else ''}"
-
-    @property
-    def time(self) -> str:
-        """How long that takes, by default."""
-        rows = int(self.told.get("samples", 0)) * int(self.told["rows"])
-        if self.measured:
-            return f"reads {rows * int(self.told['length']):,} tokens"
-        return f"continues {rows} texts" if rows else "30 minutes (--minutes)"
-
-
-@cache
-def parts() -> dict[str, Part]:
-    """Every part that comes with accel, by method: all that must be measured or trained."""
-    found = {}
-    for file in sorted(Path(str(files("accel.reference"))).glob("*.safetensors")):
-        with safe_open(file, framework="np") as inside:
-            about = inside.metadata() or {}
-        if "told" in about:
-            of_two = isinstance(json.loads(about["model"]), dict)
-            found[file.stem] = Part(file.stem, json.loads(about["told"]), of_two)
-    return found
-
-
-def part(key: str, measured: bool) -> Part:
-    """How a method's part is made, also where none comes with accel."""
-    plain = {"rows": "1", "length": "768", **({"samples": "64"} if measured else {"rate": ""})}
-    return parts().get(key, Part(key, plain, False))
-
-
-def how(one: Part) -> str:
-    """What makes a part, as the end of an error."""
-    at_build = ", or build with --train (train=True)" if one.measured else ""
-    return f"{one.verb[0]} it: {one.command} ({one.time}){at_build}"
-
-
-def bundled(key: str) -> Path:
-    """The part that comes with accel, where there is one."""
-    return Path(str(files("accel.reference") / f"{key}.safetensors"))
 
 
 def stem(key: str, model: str) -> str:

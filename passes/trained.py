@@ -18,10 +18,11 @@ from torch import Tensor, fx
 
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import Form
+from accel.ir.parts import part
 from accel.ir.program import Program
 from accel.ir.region import sizes
 from accel.ir.tables import Rows, Sizes, Tables
-from accel.ir.trained import Likeness, digest, located, opened, part
+from accel.ir.trained import Likeness, digest, located, opened
 
 Parts = dict[int, dict[str, Tensor]]  # layer, or ALL -> name -> tensor
 ALL = -1  # of what all layers share

@@ -24,8 +24,8 @@ from accel.compiler.train.source import Source
 from accel.compiler.train.train import method_of, train
 from accel.ir import trained as ir_trained
 from accel.ir.errors import InputError, PassError
+from accel.ir.parts import Part, how, part, parts
 from accel.ir.recipe import Recipe
-from accel.ir.trained import Part, how, part, parts
 from accel.ir.user_cache import cache_folder
 from accel.passes.kv.score.expected_attention_stats import ExpectedAttentionStats
 from accel.passes.kv.score.q_filter import QFilter

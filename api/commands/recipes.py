@@ -11,8 +11,8 @@ from accel.commands.console import pairs, print_json, table
 from accel.ir.errors import extra
 
 if TYPE_CHECKING:
+    from accel.ir.parts import Part
     from accel.ir.recipe import Recipe
-    from accel.ir.trained import Part
 
 EXAMPLES = """\b
 Examples:
@@ -32,8 +32,8 @@ def recipes(
 
     With NAME: its methods, papers, grade, and every option with its default.
     """
+    from accel.ir.parts import parts
     from accel.ir.recipe import Recipe, groups
-    from accel.ir.trained import parts
 
     if name is not None:
         _one(Recipe.load(name), as_json)
@@ -73,7 +73,7 @@ def recipes(
 
 def parts_of(recipe: Recipe) -> list[Part]:
     """The parts that must be measured or trained for a recipe's methods."""
-    from accel.ir.trained import parts
+    from accel.ir.parts import parts
 
     used = {table["use"] for table in recipe.tables.values()}
     return [one for key, one in parts().items() if key in used]

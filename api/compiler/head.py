@@ -8,8 +8,9 @@ from dataclasses import replace
 from accel.compiler.facts_json import model_facts
 from accel.compiler.job import Job
 from accel.ir.errors import InputError
+from accel.ir.parts import bundled, part
 from accel.ir.program import Program
-from accel.ir.trained import bundled, located, part
+from accel.ir.trained import located
 from accel.passes.trained import options_of
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.length._head import Head, like_logits, sample

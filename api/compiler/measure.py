@@ -13,9 +13,10 @@ from accel.compiler.assemble import Plan
 from accel.compiler.over_state import keys_of, over_state
 from accel.compiler.part_text import Batch, text_ids, text_rows
 from accel.ir.errors import InputError, PassError
+from accel.ir.parts import part
 from accel.ir.program import Program
 from accel.ir.tables import Tables
-from accel.ir.trained import part, place
+from accel.ir.trained import place
 from accel.passes.kv._shared.tables import measured
 from accel.passes.trained import constants, measured_for, write
 from accel.runtime.inputs.text import Tokenizer

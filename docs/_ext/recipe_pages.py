@@ -12,8 +12,8 @@ from accel.compiler.capabilities import table
 from accel.compiler.explain.words import about, details, options
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant, Method
+from accel.ir.parts import Part, parts
 from accel.ir.recipe import Group, Recipe, bundled, groups, merge
-from accel.ir.trained import Part, parts
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

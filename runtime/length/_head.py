@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
-from accel.ir.trained import Likeness, Tensors, bundled, how, opened, part
+from accel.ir.parts import bundled, how, part
+from accel.ir.trained import Likeness, Tensors, opened
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.length import Base
 

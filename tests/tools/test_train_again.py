@@ -10,7 +10,7 @@ import typer
 from safetensors.numpy import load_file, save_file
 
 from accel.compiler.train.options import TrainOptions
-from accel.ir.trained import parts
+from accel.ir.parts import parts
 
 PARTS = again.bundled()
 

@@ -23,7 +23,7 @@ from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import Source
 from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError
-from accel.ir.trained import parts
+from accel.ir.parts import parts
 
 
 def main(

@@ -24,7 +24,7 @@ from torch import Tensor
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.train import train
 from accel.ir.errors import AccelError
-from accel.ir.trained import parts
+from accel.ir.parts import parts
 
 MIX = {"library": 4.0, "pass_key": 1.0, "key_value": 2.0, "copy": 1.0, "repeat": 1.0}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.ir.errors import InputError, shown
-from accel.ir.trained import parts
+from accel.ir.parts import parts
 
 _POSITIVE = ("budget", "length", "rows", "samples", "inner", "minutes", "pressure", "rate")
 
