@@ -233,8 +233,8 @@ def insert(program: Program, site: Site, packed: Packed) -> None:
     """Let a site's nodes read the packed weight; the results go to a file, not to memory."""
     stem = f"{site.name}.int{packed.bits}"
     names = {"q": stem, "scales": f"{stem}.scales", "zeros": f"{stem}.zeros"}
-    scales = packed.scales if site.experts else _stored(packed.scales)
-    for part, tensor in {"q": packed.q, "scales": scales, "zeros": packed.zeros}.items():
+    held_as = packed.scales if site.experts else _stored(packed.scales)
+    for part, tensor in {"q": packed.q, "scales": held_as, "zeros": packed.zeros}.items():
         if tensor is not None:
             program.params.put_away(names[part], tensor)
     width = int(program.params.blank(site.name).shape[1])

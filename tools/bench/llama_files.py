@@ -1,4 +1,4 @@
-"""llama.cpp's files of a model's floats: written, quantised (with an importance matrix or none), and read for logits."""
+"""llama.cpp's files of a model's floats: written, quantised with an importance matrix or none, and read for logits."""
 
 from __future__ import annotations
 
