@@ -430,6 +430,12 @@ def blocks(bits: int, width: int, block: int, zeros: bool, seed: int = 0) -> lis
     return [None if t is None else torch.from_numpy(t) for t in tensors]
 
 
+def stored(bits: int, width: int, block: int, zeros: bool) -> list[Any]:
+    """The same, with scales as builds store them where blocks are of 128, else as older artifacts have them."""
+    q, scales, offsets = blocks(bits, width, block, zeros)
+    return [q, scales.bfloat16() if block == 128 else scales, offsets]
+
+
 def few_bits(
     bits: int, width: int, block: int, zeros: bool, bias: bool
 ) -> Callable[..., list[Any]]:
@@ -437,7 +443,7 @@ def few_bits(
         x = randn(rng, b, t, width) * torch.from_numpy(rng.random((b, t, 1), np.float32))
         x[0, 0, : min(block, width)] = 0  # a block that holds nothing
         offset = constant(9) if bias else None
-        return [x, *blocks(bits, width, block, zeros), offset, bits, block]
+        return [x, *stored(bits, width, block, zeros), offset, bits, block]
 
     return make
 
@@ -445,7 +451,7 @@ def few_bits(
 def few_bits_rows(bits: int, width: int, block: int, zeros: bool) -> Callable[..., list[Any]]:
     def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
         ids = torch.from_numpy(rng.integers(0, 9, (b, t)))
-        return [ids, *blocks(bits, width, block, zeros), bits, block, width]
+        return [ids, *stored(bits, width, block, zeros), bits, block, width]
 
     return make
 

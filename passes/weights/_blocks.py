@@ -256,8 +256,8 @@ def insert(
         weight = stored.changed(_turned) if site.transposed else stored
     program.params.origins[stem] = Origin(weight, off)
     names = {"q": stem, "scales": f"{stem}.scales", "zeros": f"{stem}.zeros"}
-    scales = packed.scales if site.experts else _stored(packed.scales)
-    for part, tensor in {"q": packed.q, "scales": scales, "zeros": packed.zeros}.items():
+    held_as = packed.scales if site.experts else _stored(packed.scales)
+    for part, tensor in {"q": packed.q, "scales": held_as, "zeros": packed.zeros}.items():
         if tensor is not None:
             program.params.put_away(names[part], tensor)
     width = int(program.params.blank(site.name).shape[1])

@@ -40,7 +40,7 @@ class Chosen(Calibrated):
     bytes, the others in 4, rounded by the calibration text: steps that err least, errors fed back.
     """
 
-    tokens: int = 2048
+    tokens: int = 4096
     eight: float = 0.0
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from accel.passes.weights._blocks import Packed, encode, held, in_blocks, round_to_nearest, steps
 from accel.passes.weights._feedback import Steps, feedback_of, round_with_feedback
 
-_LONGER = (0.7, 0.8, 0.87, 0.93)  # of the step that reaches the largest value
-_FITS = 1  # times that steps are fitted to the codes that they gave
+_LONGER = (0.65, 0.72, 0.79, 0.86, 0.93)  # of the step that reaches the largest value
+_FITS = 2  # times that steps are fitted to the codes that they gave
 _SMALLEST = 1e-3  # what a column counts at least, as a share of all columns' mean
 
 

@@ -56,7 +56,7 @@ def rounding_losses(
         generator = torch.Generator().manual_seed(0)
         drawn = torch.multinomial(odds.detach().exp(), 1, generator=generator)
         if odds.requires_grad:
-            odds.gather(-1, drawn).sum().backward()  # type: ignore[no-untyped-call]
+            odds.gather(-1, drawn).sum().backward()
     return found
 
 
@@ -70,7 +70,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, read())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         weight = ctx.read()
         with torch.no_grad():
