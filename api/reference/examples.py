@@ -11,7 +11,7 @@ from accel.reference import tasks
 from accel.reference.functions import body, completes
 
 KEY_PROMPT = 1000  # tokens, of the bundled model
-SENTENCES = 170  # 1,500 tokens of SmolLM2
+SENTENCES = 162  # 1,500 tokens of SmolLM2
 _FUNCTION = '''def last_line(text):
     """Return the last line of a text."""'''
 _EVEN = '''def is_even(number):
@@ -87,9 +87,9 @@ def bundled() -> list[Example]:
 
 def smollm2() -> list[Example]:
     """Of SmolLM2-135M-Instruct."""
-    rng = random.Random("demo")
+    rng = random.Random("key")
     notes = [rng.choice(_NOTES) for _ in range(SENTENCES)]
-    notes.insert(SENTENCES * 2 // 5, _KEY)
+    notes.insert(SENTENCES // 2, _KEY)
     hidden = "There is a pass key hidden in this text. Find it and remember it."
     edit = (
         f"Here is a file:\n\n```toml\n{_HEAD}{_SETTINGS}```\n\nWrite it again with the port 9090."
