@@ -45,23 +45,19 @@ class Beside:
 
 def _snapkv(tokens: int) -> Beside:
     kept = {"score": {"use": "snapkv"}, "budget": {"use": "uniform", "tokens_kept": tokens}}
-    why = "the cache does not grow with the prompt; a fact may go with what is evicted"
-    return Beside(f"snapkv, {tokens} tokens", {"kv": kept}, "key", why)
+    why = "a bounded cache; it may forget"
+    return Beside(f"snapkv, {tokens} kept", {"kv": kept}, "key", why)
 
 
-INT4 = Beside("int4", "int4", "function", "small files, less to read for each token")
-KV_INT8 = Beside("kv-int8", "kv-int8", "key", "more context or requests in the same memory")
-LOOKUP = Beside(
-    "prompt-lookup", "prompt-lookup", "edit", "base's text, faster where it repeats the prompt"
-)
-RECYCLING = Beside(
-    "token-recycling", "token-recycling", "edit", "base's text, drafted without a second model"
-)
+INT4 = Beside("int4", "int4", "function", "a small file, few bytes a token")
+KV_INT8 = Beside("kv-int8", "kv-int8", "key", "more context in the same memory")
+LOOKUP = Beside("prompt-lookup", "prompt-lookup", "edit", "speed where the text repeats")
+RECYCLING = Beside("token-recycling", "token-recycling", "edit", "speed without a draft model")
 LAYERSKIP = Beside(
     "layerskip",
     "layerskip",
     "function",
-    "base's text, drafted by the first layers, where they were trained for it",
+    "speed, if trained for it",
 )
 
 
