@@ -37,6 +37,7 @@ PAGES = [
     *(p for p in sorted(DOCS.rglob("*.md")) if GENERATED not in p.parents),
 ]
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LONG = (
     "docs/guides/shrink-a-long-context.md",  # with each method: its code takes as long as ten others
     "docs/guides/many-machines.md",  # starts a Ray three times
@@ -74,8 +75,8 @@ def commands(page):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with `my-model` in it, two layers of random weights with the bundled tokenizer, its artifact, and two
-    adapters.
+    """A folder with `my-model` in it, two layers of random weights with the bundled tokenizer, its copy where the name
+    of a repository leads, its artifact, and two adapters.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -92,6 +93,7 @@ def built(tmp_path_factory):
     (folder / "my-model" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     (folder / "my-model" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    shutil.copytree(folder / "my-model", folder / HUB)  # a path goes before the Hub
     accel.optimize(folder / "my-model", out=folder / "artifact", max_batch=4, verify=False).close()
     return folder
 

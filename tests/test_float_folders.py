@@ -1,12 +1,12 @@
-"""tools/models/floats.py: a folder that transformers and accel load, with the numbers that are in the GGUF file."""
+"""A GGUF file as floats: a folder that transformers and accel load, with the numbers that are in the GGUF file."""
 
 import bench_floats
-import floats
 import pytest
 import torch
 import transformers as hf
 from safetensors import safe_open
 
+from accel.compiler.load import floats
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.gguf import llama
 from accel.compiler.load.tokenizer import read_tokenizer

@@ -1,12 +1,12 @@
 """Models that people know, as files: what they say of themselves, and that accel writes what others write."""
 
-import floats
 import pytest
 import torch
 import transformers as hf
 from bench_floats import agreement, texts
 
 import accel
+from accel.compiler.load import floats
 from accel.compiler.load.gguf import llama, open_gguf
 from accel.compiler.load.tokenizer import read_tokenizer
 from accel.ir.codes import Coded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from accel.compiler.load.fetch.models import Model
+    from accel.compiler.load.fetch.wheels import Watch
 
 Progress = Callable[[str, float], None]
 PIPE_WIDTH = 100  # columns of a table that no terminal shows
@@ -51,6 +55,38 @@ def progress(title: str) -> Iterator[Progress]:
             bar.update(task, completed=done, description=f"{title}: {name}")
 
         yield show
+
+
+@contextmanager
+def paced(title: str) -> Iterator[Progress]:
+    """Progress on stderr, the part that is done from 0 to 1; a line each two seconds where that is no terminal, and
+    nothing of what takes half a second.
+    """
+    pause = 0.1 if sys.stderr.isatty() else 2.0
+    last = time.monotonic() - pause + 0.5
+    with progress(title) as show:
+
+        def tell(what: str, done: float) -> None:
+            nonlocal last
+            if time.monotonic() - last >= pause:
+                last = time.monotonic()
+                show(what, min(1.0, done))
+
+        yield tell
+
+
+@contextmanager
+def fetching(model: Model) -> Iterator[Watch]:
+    """A callback for `fetch` of a model, shown as `paced` does."""
+    done, total = 0, model.work
+    with paced(model.name) as tell:
+
+        def watch(what: str, count: int) -> None:
+            nonlocal done
+            done += count
+            tell(what, done / total)
+
+        yield watch
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""demo: compile and run the bundled model, and compare it with PyTorch."""
+"""demo: compile and run a model that people know, and compare it with PyTorch and recipes with each other."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accel.commands.console import error_text, progress, size, table
+from accel.commands.console import fetching, paced, progress, size, table
 from accel.ir.errors import AccelError, InputError, extra
 from accel.ir.recipe import Recipe
 from accel.ir.version import VERSION
-from accel.reference.examples import Example, examples
+from accel.reference.examples import Example, bundled, smollm2
 
 if TYPE_CHECKING:
+    from accel.compiler.choose.builds import Builds
     from accel.runtime.model.compiled import CompiledModel
     from accel.runtime.model.output import Output
 
@@ -29,19 +31,49 @@ Examples:
   accel-compile demo
   accel-compile demo --out ./artifact
 """
-# label -> a recipe, built beside base and asked the same
-BESIDE: dict[str, Any] = {
-    "int4": "int4",
-    "snapkv, 256 tokens": {
-        "kv": {
-            "score": {"use": "snapkv"},
-            "budget": {"use": "uniform", "tokens_kept": 256},
-        }
-    },
-    "prompt-lookup": "prompt-lookup",
-    "layerskip": "layerskip",
-}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A recipe that is built beside base, and asked one example, which shows what it is for."""
+
+    label: str
+    recipe: Any
+    example: str
+    why: str
+
+
+def _snapkv(tokens: int) -> Beside:
+    kept = {"score": {"use": "snapkv"}, "budget": {"use": "uniform", "tokens_kept": tokens}}
+    why = "a bounded cache; it may forget"
+    return Beside(f"snapkv, {tokens} kept", {"kv": kept}, "key", why)
+
+
+INT4 = Beside("int4", "int4", "function", "a small file, few bytes a token")
+KV_INT8 = Beside("kv-int8", "kv-int8", "key", "more context in the same memory")
+LOOKUP = Beside("prompt-lookup", "prompt-lookup", "edit", "speed where the text repeats")
+RECYCLING = Beside("token-recycling", "token-recycling", "edit", "speed without a draft model")
+LAYERSKIP = Beside(
+    "layerskip",
+    "layerskip",
+    "function",
+    "speed, if trained for it",
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model of the demo: a folder of float32 weights, what it is asked, and the recipes that it shows."""
+
+    folder: Path
+    name: str
+    examples: list[Example]
+    beside: tuple[Beside, ...]
+
+
 LINES, END = 14, 4  # of a text that is shown, and of the end of a longer prompt
+WIDTH = 90  # of a message's line
+SLOWER = 0.97  # of base's speed: less is said
 NEAR_TIE = 1e-4  # two logits closer than this may swap places by rounding alone
 
 _FRESH = """
@@ -51,9 +83,10 @@ import accel
 with accel.load(sys.argv[1]) as model:
     model.session().close()
     loaded = time.perf_counter() - start
-    tokens = [model.generate(ids, new).tokens[0] for ids, new in json.loads(sys.argv[2])]
+    outs = [model.generate(ids, new) for ids, new in json.loads(sys.argv[2])]
 heavy = sorted({"torch", "transformers"} & sys.modules.keys())
-print(json.dumps({"seconds": loaded, "tokens": tokens, "heavy": heavy}))
+tokens, texts = [list(out.tokens[0]) for out in outs], [out.text[0] for out in outs]
+print(json.dumps({"seconds": loaded, "tokens": tokens, "texts": texts, "heavy": heavy}))
 """
 
 
@@ -83,30 +116,57 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="Keep the artifact in this folder.")
     ] = None,
 ) -> None:
-    """Compile and run the bundled model.
+    """Compile and run a model, and show what recipes are for.
 
-    Compiles it and asks it for a function, a key in a long prompt and an edit; loads the artifact in a new process,
-    compares the tokens with PyTorch, and shows the speed of both and of other recipes. Takes under two minutes on two
-    cores.
+    Fetches SmolLM2-135M-Instruct (93 MB, once, into the user's cache; where it cannot be had, the bundled model goes
+    in its place). Compiles it and asks it, in a new process, for an answer, a function, a key in a long prompt and an
+    edit; compares the tokens and the speed with PyTorch; then builds other recipes and shows each on the prompt that
+    it is for. Takes under two minutes on two cores, after the download.
     """
     with extra("compile"):
-        from accel.compiler.optimize import optimize
+        from accel.compiler.assemble import assemble
+        from accel.compiler.build_options import BuildOptions
+        from accel.compiler.choose.builds import Builds
 
-    start = time.perf_counter()
-    source = reference()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel-demo-")))
-        out = out or folder / "artifact"
+        subject = _subject(folder / "model")
+        start = time.perf_counter()
         with progress("build") as show:
-            model = stack.enter_context(optimize(source, "base", out=out, progress=show))
-        _built(model)
-        asked = [Asked(example, _encode(model, example.prompt)) for example in examples()]
-        _answers(model, asked)
-        fresh = _in_fresh_process(out, asked)
-        plain = _side_by_side(source, model, asked)
-        _check(plain, asked, fresh)
-        _recipes(source, model, asked, folder)
+            show("capture", 0.0)
+            builds = Builds(subject.folder, BuildOptions())
+            out = out or folder / "artifact"
+            model = stack.enter_context(builds.build(assemble(Recipe.load("base")), out, show))
+        _built(subject, model, time.perf_counter() - start)
+        asked = [Asked(example, _encode(model, example)) for example in subject.examples]
+        tokens = _answers(out, asked)
+        plain = _side_by_side(subject.folder, model, asked)
+        _check(plain, asked, tokens)
+        _recipes(builds, subject, model, asked, folder)
     typer.echo(f"\ndone in {time.perf_counter() - start:.0f} s")
+
+
+def _subject(folder: Path) -> Subject:
+    """SmolLM2, its weights as floats in a folder that is made; or the bundled model, and why."""
+    from accel.compiler.load.fetch.models import DEMO, OWN, fetch, read_models
+    from accel.compiler.load.floats import write
+
+    row = read_models(OWN, "accel-compile demo")[DEMO]
+    try:
+        with fetching(row) as watch:
+            file = fetch(row, watch=watch)
+    except (InputError, OSError) as error:
+        typer.echo(f"SmolLM2 cannot be fetched: {error}")
+        typer.echo(
+            "   so the bundled model is shown, which is small and made for tests: it knows code-like text, no chat\n"
+        )
+        beside = (INT4, KV_INT8, _snapkv(256), LOOKUP, LAYERSKIP)
+        return Subject(reference(), "the bundled model", bundled(), beside)
+    with paced("weights") as show:
+        write(file, folder, watch=lambda done, total: show("to float32", done / total))
+    beside = (INT4, KV_INT8, _snapkv(512), LOOKUP, RECYCLING)
+    name = f"{row.what.partition(',')[0]} ({row.licence}), the weights of its GGUF file in float32,"
+    return Subject(folder, name, smollm2(), beside)
 
 
 def reference() -> Path:
@@ -121,38 +181,56 @@ def reference() -> Path:
     return folder
 
 
-def _built(model: CompiledModel) -> None:
-    report = model.report
-    facts = report["model"]
+def _built(subject: Subject, model: CompiledModel, seconds: float) -> None:
+    facts = model.report["model"]
     typer.echo(
-        f"1. built: {facts['name']} with {facts['num_layers']} layers and "
+        f"1. built: {subject.name} with {facts['num_layers']} layers and "
         f"{facts['parameters'] / 1e6:.1f} M parameters -> an ONNX artifact of "
-        f"{size(report['bytes']['total'])} in {report['seconds']['total']:.0f} s; "
-        f"largest error {error_text(max(report['errors'].values(), default=None))}"
+        f"{size(model.report['bytes']['total'])} in {seconds:.0f} s"
     )
 
 
-def _encode(model: CompiledModel, text: str) -> list[int]:
-    if model.tokenizer is None:
-        raise InputError("the bundled model has no tokenizer.json; reinstall accel-compile")
-    return list(model.tokenizer.encode(text))
+def _encode(model: CompiledModel, example: Example) -> list[int]:
+    if (tokenizer := model.tokenizer) is None:
+        raise InputError("the model has no tokenizer.json; install accel-compile again")
+    before = ""
+    if example.message:
+        turns = [{"role": "user", "content": example.message}]
+        before = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    return list(tokenizer.encode(before + example.prompt))
 
 
-def _answers(model: CompiledModel, asked: list[Asked]) -> None:
-    """Print what the model writes after each prompt, and whether it is what it should be."""
-    typer.echo("2. asked, greedily:")
-    for one in asked:
-        text = _text(model.generate(one.ids, one.new_tokens))
-        lines = one.example.prompt.splitlines(keepends=True)
-        if len(lines) > LINES:
-            lines = ["…\n", *lines[-END:]]
-        verdict = one.example.verdict(text)
-        typer.echo(f"\n   {one.example.about}: {verdict}\n")
-        _quote("".join(lines) + one.example.shown(text))
+def _answers(artifact: Path, asked: list[Asked]) -> list[list[int]]:
+    """Print what a new process writes after each prompt, and whether it is what it should be. Returns its tokens."""
+    found = _in_fresh_process(artifact, asked)
+    typer.echo(
+        f"2. a new process, without torch and transformers, loaded it in {found['seconds']:.1f} s; asked, greedily:"
+    )
+    for one, text in zip(asked, found["texts"], strict=True):
+        example = one.example
+        verdict = example.verdict(text)
+        typer.echo(f"\n   {example.about}, in a prompt of {len(one.ids)} tokens: {verdict}\n")
+        for line in _last(_short(example.message)):
+            typer.echo(f"   > {line}".rstrip())
+        _quote("".join(_last(example.prompt.splitlines(keepends=True))) + example.shown(text))
         if verdict == "wrong":
             typer.echo("\n   the right answer:\n")
-            _quote(one.example.wanted)
+            _quote(example.wanted)
     typer.echo("")
+    tokens: list[list[int]] = found["tokens"]
+    return tokens
+
+
+def _last(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= LINES else ["…\n", *lines[-END:]]
+
+
+def _short(message: str) -> list[str]:
+    """A message's lines, each no longer than a terminal's; what is left out of a long one is its middle."""
+    return [
+        line if len(line) <= WIDTH else f"{line[: WIDTH // 2]} … {line[-WIDTH // 2 :]}"
+        for line in message.splitlines()
+    ]
 
 
 def _text(out: Output) -> str:
@@ -168,22 +246,18 @@ def _quote(text: str) -> None:
         typer.echo(f"   | {line}".rstrip())
 
 
-def _in_fresh_process(artifact: Path, asked: list[Asked]) -> list[list[int]]:
-    """The tokens that a new Python gives, which has seen nothing but the artifact."""
+def _in_fresh_process(artifact: Path, asked: list[Asked]) -> dict[str, Any]:
+    """The tokens and texts that a new Python gives, which has seen nothing but the artifact."""
     arguments = [str(artifact), json.dumps([(one.ids, one.new_tokens) for one in asked])]
     run = subprocess.run(
         [sys.executable, "-c", _FRESH, *arguments], capture_output=True, text=True, check=False
     )
     if run.returncode:
         raise AccelError(f"the new process failed: {run.stderr.strip()[-500:]}")
-    found = json.loads(run.stdout)
+    found: dict[str, Any] = json.loads(run.stdout)
     if found["heavy"]:
         raise AccelError(f"the new process imported {' and '.join(found['heavy'])}")
-    typer.echo(
-        f"3. a new process, without torch and transformers, loaded it in {found['seconds']:.1f} s"
-    )
-    tokens: list[list[int]] = found["tokens"]
-    return tokens
+    return found
 
 
 def _side_by_side(source: Path, model: CompiledModel, asked: list[Asked]) -> _Plain:
@@ -198,21 +272,21 @@ def _side_by_side(source: Path, model: CompiledModel, asked: list[Asked]) -> _Pl
 
     torch.set_num_threads(default_threads())
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     plain = _Plain(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval())
+    _greedy(plain.model, asked[0].ids, 2)  # both warm up
+    model.generate(asked[0].ids, 2)
     mine, count = 0.0, 0
-    for whole in (False, True):  # the first round warms both up
-        plain.tokens, plain.seconds, mine, count = [], 0.0, 0.0, 0
-        for one in asked:
-            new_tokens = one.new_tokens if whole else 2
-            start = time.perf_counter()
-            plain.tokens.append(_greedy(plain.model, one.ids, new_tokens))
-            middle = time.perf_counter()
-            count += len(model.generate(one.ids, new_tokens).tokens[0])
-            plain.seconds += middle - start
-            mine += time.perf_counter() - middle
+    for one in asked:
+        start = time.perf_counter()
+        plain.tokens.append(_greedy(plain.model, one.ids, one.new_tokens))
+        middle = time.perf_counter()
+        count += len(model.generate(one.ids, one.new_tokens).tokens[0])
+        plain.seconds += middle - start
+        mine += time.perf_counter() - middle
     theirs = sum(map(len, plain.tokens)) / plain.seconds
     rows = [["accel", f"{count / mine:.0f}"], ["transformers generate", f"{theirs:.0f}"]]
-    typer.echo("4. the same prompts in both, prefill included:")
+    typer.echo("3. the same prompts in both, prefill included:")
     table(["greedy, float32", ">tokens/s"], rows)
     typer.echo(f"   {count / mine / theirs:.1f} times as fast on this machine")
     return plain
@@ -247,44 +321,66 @@ def _check(plain: _Plain, asked: list[Asked], tokens: list[list[int]]) -> None:
                 )
             ties += 1
     typer.echo(
-        f"5. the new process gives the same tokens as PyTorch on {len(asked) - ties} of {len(asked)} prompts, "
+        f"4. the new process gives the same tokens as PyTorch on {len(asked) - ties} of {len(asked)} prompts, "
         f"{sum(map(len, tokens))} tokens in total" + (f" ({ties} differ at a tie)" if ties else "")
     )
 
 
-def _recipes(source: Path, model: CompiledModel, asked: list[Asked], folder: Path) -> None:
-    """Build other recipes, ask each the same, and print what that took and what came."""
+def _recipes(
+    builds: Builds, subject: Subject, model: CompiledModel, asked: list[Asked], folder: Path
+) -> None:
+    """Build other recipes, ask each the example that it is for, and print what came and what it took beside base's."""
     from accel.compiler.assemble import assemble
-    from accel.compiler.build_options import BuildOptions
-    from accel.compiler.choose.builds import Builds
 
-    texts, row = _measured(model, asked)
-    rows = [["base", *row, "–"]]
+    of = {one.example.name: one for one in asked}
+    shown = dict.fromkeys(beside.example for beside in subject.beside)
+    base = {name: _measured(model, of[name]) for name in shown}
+    rows = {name: [_row(name, "base", base[name], base[name], "")] for name in shown}
     with progress("recipes") as show:
-        show("capture", 0.0)
-        builds = Builds(source, BuildOptions())
-        for at, (label, spec) in enumerate(BESIDE.items(), 1):
-            show(label, at / (len(BESIDE) + 1))
-            plan = assemble(Recipe.load(spec))
-            with builds.build(plan, folder / f"recipe-{at}") as other:
-                found, row = _measured(other, asked)
-            same = sum(a == b for a, b in zip(texts, found, strict=True))
-            rows.append([label, *row, f"{same} of {len(asked)}"])
-    typer.echo("6. recipes beside each other, on the same prompts:")
-    names = [one.example.name for one in asked]
-    table(["recipe", ">tokens/s", ">cache", *names, "text of base"], rows)
+        for at, beside in enumerate(subject.beside):
+            show(beside.label, at / len(subject.beside))
+            name, place = beside.example, folder / "recipe"
+            with builds.build(assemble(Recipe.load(beside.recipe)), place) as other:
+                found = _measured(other, of[name])
+            shutil.rmtree(place)
+            rows[name].append(_row("", beside.label, found, base[name], beside.why))
+    typer.echo("5. recipes beside base, each on the prompt that shows what it is for:")
+    columns = ("prompt", "recipe", ">files", ">cache", ">tokens/s", "answer", "as base", "what for")
+    table(columns, [row for group in rows.values() for row in group])
+    typer.echo(
+        "   tokens/s: in decoding, after the prompt; as base: whether the text is base's to the letter"
+    )
 
 
-def _measured(model: CompiledModel, asked: list[Asked]) -> tuple[list[str], list[str]]:
-    """The texts; tokens per second in decoding, the largest cache, and the verdicts."""
-    model.generate(asked[0].ids, 2)
-    outs = [model.generate(one.ids, one.new_tokens) for one in asked]
-    texts = [_text(out) for out in outs]
-    decoded = sum(len(out.tokens[0]) - 1 for out in outs)
-    speed = decoded / sum(out.stats["decode_seconds"] for out in outs)
-    cache = max(out.stats["kv_bytes"] for out in outs)
-    verdicts = [one.example.verdict(text) for one, text in zip(asked, texts, strict=True)]
-    return texts, [f"{speed:.0f}", size(cache), *verdicts]
+@dataclass(frozen=True)
+class _Measured:
+    text: str
+    verdict: str
+    files: int  # bytes
+    cache: int  # bytes, at most
+    speed: float  # tokens per second, after the first
+
+
+def _measured(model: CompiledModel, one: Asked) -> _Measured:
+    """One example's text, and what it took. It goes on after the model's own end: short answers are a poor measure."""
+    from accel.runtime.decode.sampling_params import SamplingParams
+
+    model.generate(one.ids[-8:], 4)
+    out = model.generate(one.ids, sampling_params=SamplingParams(one.new_tokens, ignore_eos=True))
+    text, stats = _text(out), out.stats
+    return _Measured(
+        text, one.example.verdict(text), model.report["bytes"]["total"], stats["kv_bytes"],
+        stats["tokens_per_second"],
+    )  # fmt: skip
+
+
+def _row(name: str, label: str, found: _Measured, base: _Measured, why: str) -> list[str]:
+    if found.speed < SLOWER * base.speed:
+        why += "; slower here"
+    same = "" if found is base else "yes" if found.text == base.text else "no"
+    return [
+        name, label, size(found.files), size(found.cache), f"{found.speed:.0f}", found.verdict, same, why,
+    ]  # fmt: skip
 
 
 def _gap(model: Any, prefix: list[int]) -> float:

