@@ -48,7 +48,7 @@ class Part:
         rows = int(self.told.get("samples", 0)) * int(self.told["rows"])
         if self.measured:
             return f"reads {rows * int(self.told['length']):,} tokens"
-        return f"continues {rows} texts" if rows else "30 minutes (--minutes)"
+        return f"continues {rows} texts" if rows else "30 minutes (minutes=…)"
 
 
 @cache
@@ -71,7 +71,7 @@ def part(key: str, measured: bool) -> Part:
 
 def how(one: Part) -> str:
     """What makes a part, as the end of an error."""
-    at_build = ", or build with --train (train=True)" if one.measured else ""
+    at_build = ", or build with train=True" if one.measured else ""
     return f"{one.verb[0]} it: {one.command} ({one.time}){at_build}"
 
 

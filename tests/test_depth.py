@@ -254,7 +254,7 @@ def test_no_share_deletes_nothing(deep):
 def test_weights_of_few_bits_and_fused_operators_stay_so_within_the_branches(deep):
     module, _ = deep("llama")
     recipe = {
-        "weights": {"use": "int4", "smallest": 256},
+        "weights": {"use": "int4", "smallest": 256, "eight": 0.0},  # or q, k and v are divided
         "depth": {"use": "unified-skip", "cache": "propagate"},
     }
     with (

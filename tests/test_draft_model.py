@@ -62,10 +62,19 @@ def small(folder):
 
 
 @pytest.fixture(scope="module")
-def built(modules, small):
+def whole(folder):
+    """The same in float32: it drafts what transformers' drafts."""
+    path = folder.parent / "whole"
+    accel.optimize(folder, "base", out=path, verify=False, **SIZES).close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def built(modules, small, whole):
     """built(*recipes) -> the target, `batch-invariant` too: a call of several tokens has the bits of single ones."""
     made, rule = {}, {"verify": {"use": "sample-match"}}
     drafts = {"model": {"draft": {"use": "model", "path": str(small)}} | rule}
+    drafts["whole model"] = {"draft": {"use": "model", "path": str(whole)}} | rule
     drafts["layerskip"] = {"draft": {"use": "layerskip", "exit": 1}} | rule
 
     def get(*recipes):
@@ -223,7 +232,7 @@ def test_it_takes_as_many_calls_as_transformers(modules, built, monkeypatch):
     monkeypatch.setattr("accel.runtime.length.fixed.Fixed.limit", lambda self: 4)
     for prompt in texts(5, 3):
         want, calls = assisted(*modules, prompt, 40, 4)
-        got = built("model").generate(prompt, 40, eos=[])
+        got = built("whole model").generate(prompt, 40, eos=[])
         assert got.tokens[0] == want[:40] and len(want) >= 40
         assert abs(got.stats["calls"] - calls) <= 1
 

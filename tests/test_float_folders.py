@@ -19,7 +19,7 @@ from .test_gguf import LLAMA3, MODELS, SIZES, logits, made
 @pytest.fixture
 def file(tmp_path):
     """A llama in Q8_0 with a tokenizer."""
-    config = hf.LlamaConfig(**{**SIZES, "vocab_size": 300})
+    config = hf.LlamaConfig(**{**SIZES, "vocab_size": 320})
     return write(made(config), "llama", tmp_path / "m.gguf", "Q8_0", bpe("smollm"))
 
 

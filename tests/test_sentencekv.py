@@ -12,7 +12,7 @@ from accel.passes.kv.select._units import marked
 from accel.passes.kv.select.sentencekv import Sentencekv
 from accel.runtime.session.observers.units import UnitGroups
 
-from .kv_slots import named, slots
+from .kv_slots import SCALE, named, slots
 from .laws.test_kv_select import lists
 from .select_case import Selecting, built, law_every_target, llama, singles
 
@@ -224,13 +224,13 @@ def test_the_first_choice_of_the_paper_is_snapkv_s():
     window, x = 4, named(slots(0, (0, 0, 0), (16, 9, 14)))
     score = SnapKV(window=window, kernel=7, pooling="max")
     queries = x["queries"][:, :: x["queries"].shape[1] // 2]
-    found = score(queries, x["query_positions"], x["keys"], x["positions"], x["seen"], x["scale"])
+    found = score(queries, x["query_positions"], x["positions"], x["seen"], x["attends"])
     for row, head in np.ndindex(*found.shape[:2]):
         seen = int(x["seen"][row])
         where = (x["positions"][row, head] >= 0).nonzero()[:, 0]
         keys, logits = x["keys"][row, head, where], torch.full((window, seen), -torch.inf)
         for i, at in enumerate(x["query_positions"][row].tolist()):
-            logits[i, : at + 1] = queries[row, head, i] @ keys[: at + 1].T * x["scale"]
+            logits[i, : at + 1] = queries[row, head, i] @ keys[: at + 1].T * SCALE
         sums = logits.softmax(1).sum(0)[: seen - window]
         best = [float(sums[max(0, i - 3) : i + 4].max()) for i in range(seen - window)]
         mine = found[row, head, where][: seen - window] * window

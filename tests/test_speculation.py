@@ -77,7 +77,7 @@ def test_batch_invariant_tokens_are_those_without_a_draft(exactly, name, samplin
     assert rounds > 0, "nothing was drafted"
 
 
-def test_what_repeats_is_read_in_fewer_calls(exactly):
+def test_what_repeats_is_read_in_fewer_calls(exactly, real_time):
     """Each token that stands is a call less."""
     fewest = 1.0
     for prompt in texts(exactly().facts.vocab_size, 3):

@@ -185,7 +185,7 @@ def test_a_build_finds_what_the_command_measured(tiny, kept, tmp_path):
         (["trim-kv", "nowhere"], "nowhere"),
         (["trim-kv", "TINY", "--rate", 0], "rate is 0.0; give more than 0"),
         (["specdec-pp", "TINY"], "--draft DRAFT"),
-        (["q-filter", "TINY", "--aux", "TINY"], "goes by no smaller model; leave --aux out"),
+        (["q-filter", "TINY", "--aux", "TINY"], "goes by no smaller model; leave --aux DIR out"),
     ],
     ids=str,
 )
@@ -198,10 +198,10 @@ def test_what_is_wrong_is_said(arguments, why, tiny, kept):
 def test_a_text_that_does_not_do_is_refused(opened, tmp_path):
     short = tmp_path / "short"
     short.write_text("one")
-    for text, why in ((tmp_path, "cannot read"), (short, "smaller --length")):
+    for text, why in ((tmp_path, "cannot read"), (short, "smaller length=…")):
         with pytest.raises(InputError, match=why):
             made(changed(opened, text=text), QFilter())
-    with pytest.raises(InputError, match="has no tokenizer for a text; give one, as --tokenizer"):
+    with pytest.raises(InputError, match="has no tokenizer for a text; give tokenizer="):
         made(changed(opened, tokenizer=None), QFilter())
 
 
@@ -294,7 +294,7 @@ def test_an_error_tells_the_command_and_the_time():
     assert how(part("disco", False)) == (
         "train it: accel-compile train disco MODEL --draft DRAFT (continues 160 texts)"
     )
-    assert "(30 minutes (--minutes))" in how(part("trim-kv", False))
+    assert "(30 minutes (minutes=…))" in how(part("trim-kv", False))
     assert how(part("own", True)).startswith("measure it: accel-compile train own MODEL")
 
 
@@ -310,9 +310,9 @@ def trained(source, **given):
 def test_a_run_can_be_left_and_taken_up(opened, kept):
     stop = changed(opened, say=lambda _: os.kill(os.getpid(), signal.SIGINT))
     left = trained(stop)
-    assert left.file is None and "--resume goes on" in left.told
+    assert left.file is None and "resume=True goes on" in left.told
     assert [file.suffix for file in kept()] == [".run"]
-    with pytest.raises(InputError, match="holds a run that was left: add --resume"):
+    with pytest.raises(InputError, match="holds a run that was left: add resume=True"):
         trained(opened)
     with pytest.raises(InputError, match="holds no run of this model with these options"):
         trained(opened, inner=5, resume=True)
@@ -323,13 +323,13 @@ def test_a_run_can_be_left_and_taken_up(opened, kept):
     assert not any(step.startswith("step 1 ") for step in steps), "the first one was done"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     TrimKV().tensors(opened.program, keys_of(opened.program))
-    with pytest.raises(InputError, match="is not there: leave --resume out"):
+    with pytest.raises(InputError, match="is not there: leave resume=True out"):
         trained(opened, resume=True)
 
 
 def test_a_text_that_would_be_read_too_often_is_refused(opened, kept, monkeypatch, tmp_path):
     monkeypatch.setattr(source, "MOST_READINGS", 1e-4)
-    with pytest.raises(InputError, match="accel's own text has .* give a longer one, as --text"):
+    with pytest.raises(InputError, match="accel's own text has .* give a longer one, text=…"):
         trained(opened)
     text = tmp_path / "text"
     text.write_text("def f(x): return x " * 9)

@@ -91,7 +91,6 @@ def build(
     An artifact is a folder that runs without PyTorch. The build is atomic: a failed one writes nothing.
     """
     with progress("build") as watch:
-        watch("torch", 0.0)
         with extra("compile"):
             from accel.compiler.optimize import optimize
 

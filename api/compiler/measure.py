@@ -91,7 +91,7 @@ def kept_at(key: str, model: str, options: Mapping[str, Any]) -> Path:
     try:
         return place(key, model, options)
     except (OSError, RuntimeError) as error:
-        raise InputError(f"{key}: {error}; or name a file of your own, as --out FILE") from error
+        raise InputError(f"{key}: {error}; or name a file of your own, out=…") from error
 
 
 def duration(seconds: float) -> str:
@@ -121,7 +121,7 @@ def measure_missing(
         if tokenizer is None:
             raise InputError(
                 f"{method.key}: {captured.facts.name} has no tokenizer for the text that its table is measured on; "
-                "pass tokenizer=… (--tokenizer PATH)"
+                "pass tokenizer=…"
             )
         told = part(method.key, True).told
         length = min(int(told["length"]), captured.facts.max_context)

@@ -22,13 +22,11 @@ def text_ids(tokenizer: Tokenizer, text: Path | None, length: int) -> Tensor:
         own = files("accel").joinpath("reference", "calibration.txt")
         found = (own if text is None else text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"cannot read {name}: {error}; give a UTF-8 text, as --text FILE"
-        ) from error
+        raise InputError(f"cannot read {name}: {error}; give a UTF-8 text, text=…") from error
     ids = torch.tensor(tokenizer.encode(found, special=False), dtype=torch.int64)
     if len(ids) < length + 2:
         raise InputError(
-            f"{name} has {len(ids)} tokens; give a text of more than {length + 1} (--text FILE), or a smaller --length"
+            f"{name} has {len(ids)} tokens; give text=… of more than {length + 1} tokens, or a smaller length=…"
         )
     return ids
 

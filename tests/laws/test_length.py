@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from accel.ir.axis import Axis
 from accel.ir.errors import RecipeError
-from accel.ir.trained import found
+from accel.ir.parts import bundled
 from accel.runtime.draft.model import Model
 from accel.runtime.length import Base, Pace, Paces
 from accel.runtime.length._head import Head
@@ -409,7 +409,7 @@ def test_a_head_computes_as_it_was_trained(name):
     method = AXIS.build(name)
     head, rng = method.head, np.random.default_rng(0)
     assert {n: t.shape for n, t in head.items()} == method.sizes(head["first"].shape[1])
-    assert found(name, "").stat().st_size < 50e3
+    assert bundled(name).stat().st_size < 50e3
     x = rng.standard_normal((7, head["first"].shape[0])).astype(np.float32) * 5
     tensors = {n: torch.from_numpy(t) for n, t in head.items()}
     odds = method.odds(head, x)

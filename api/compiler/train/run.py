@@ -73,9 +73,9 @@ class Run(Kind):
         file = state_of(options.out or out.with_name(stem(method.key, soft.names)))
         if file.exists() != options.resume:
             wrong, act = (
-                ("is not there", "leave --resume out")
+                ("is not there", "leave resume=True out")
                 if options.resume
-                else ("holds a run that was left", "add --resume, or remove it")
+                else ("holds a run that was left", "add resume=True, or remove it")
             )
             raise InputError(f"{file} {wrong}: {act}")
         run = cls(soft, soft.start(options.inner, options.seed), options, file)
@@ -85,7 +85,7 @@ class Run(Kind):
         losses = ", ".join(f"{n} {v:.4f}" for n, v in means.items())
         if run.stopping:
             return Made(
-                None, f"left after {run.step} steps; {losses}; the same with --resume goes on"
+                None, f"left after {run.step} steps; {losses}; the same with resume=True goes on"
             )
         told = options.told("budget", "pressure", "length", "rows", "inner", "rate", "seed")
         told |= {"steps": str(run.step), "seconds": str(round(run.seconds))}
@@ -127,7 +127,7 @@ class Run(Kind):
         except Exception as error:  # of torch's reader, and of other sizes
             raise InputError(
                 f"{self.file} holds no run of this model with these options ({error}); remove it, and leave "
-                "--resume out"
+                "resume=True out"
             ) from error
 
     def descend(self, loss: Tensor) -> None:
@@ -179,7 +179,7 @@ class Run(Kind):
         source.check_enough(steps * size, self.options.minutes)
         source.say(
             f"a step of {size} tokens takes {seconds:.2g} s: about {steps:,.0f} steps in "
-            f"{duration(60 * self.options.minutes)}; Ctrl-C keeps what was learnt, for --resume"
+            f"{duration(60 * self.options.minutes)}; Ctrl-C keeps what was learnt, for resume=True"
         )
 
     @contextmanager

@@ -52,9 +52,7 @@ class Source:
         if self.own_rows is not None:
             return self.own_rows(length, rows, seed)
         if self.tokenizer is None:
-            raise InputError(
-                f"{self.path} has no tokenizer for a text; give one, as --tokenizer PATH"
-            )
+            raise InputError(f"{self.path} has no tokenizer for a text; give tokenizer=…")
         ids = text_ids(self.tokenizer, self.text, length)
         self._tokens = len(ids)
         return text_rows(ids, length, rows, seed)
@@ -67,5 +65,5 @@ class Source:
             most = minutes * MOST_READINGS / times
             raise InputError(
                 f"accel's own text has {self._tokens:,} tokens, and {duration(60 * minutes)} would read it {times:.0f} "
-                f"times; give a longer one, as --text FILE, or less time: --minutes {most:.2g}"
+                f"times; give a longer one, text=…, or less time: minutes={most:.2g}"
             )

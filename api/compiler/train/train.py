@@ -86,5 +86,5 @@ def method_of(name: str, given: Mapping[str, Any]) -> Any:
     else:
         raise InputError(unknown("method with a trained part or a table", name, known))
     if beside and not hasattr(known[name][1], "aux"):
-        raise InputError(f"{name} goes by no smaller model; leave --aux out")
+        raise InputError(f"{name} goes by no smaller model; leave aux=… out")
     return find_axes()[axis].build(name, **options, **beside)

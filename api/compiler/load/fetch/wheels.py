@@ -62,9 +62,8 @@ def _download(package: Package, folder: Path, watch: Watch) -> Path:
         raise InputError(
             f"{sys.executable} has no pip, which downloads {package}; run {sys.executable} -m ensurepip"
         )
-    command = (
-        "download --quiet --no-deps --only-binary :all: --no-cache-dir --progress-bar off".split()
-    )
+    command = ["download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--no-cache-dir", "--progress-bar", "off"]
     with (folder / "errors").open("w+") as errors:
         pip = subprocess.Popen(
             [sys.executable, "-m", "pip", *command, "--dest", str(folder), str(package)],

@@ -122,7 +122,7 @@ def open_pair(method: OfTokens, source: Source, options: TrainOptions) -> tuple[
 
 def lacks_draft(options: TrainOptions) -> str | None:
     """What to tell where the draft model must be given, and is not."""
-    return "give the draft model's folder, as --draft DRAFT" if options.draft is None else None
+    return "give the draft model's folder, draft=…" if options.draft is None else None
 
 
 class HeadRun(Run):
