@@ -53,12 +53,7 @@ INT4 = Beside("int4", "int4", "function", "a small file, few bytes a token")
 KV_INT8 = Beside("kv-int8", "kv-int8", "key", "more context in the same memory")
 LOOKUP = Beside("prompt-lookup", "prompt-lookup", "edit", "speed where the text repeats")
 RECYCLING = Beside("token-recycling", "token-recycling", "edit", "speed without a draft model")
-LAYERSKIP = Beside(
-    "layerskip",
-    "layerskip",
-    "function",
-    "speed, if trained for it",
-)
+LAYERSKIP = Beside("layerskip", "layerskip", "function", "speed, if trained for it")
 
 
 @dataclass(frozen=True)
