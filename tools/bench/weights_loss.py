@@ -120,7 +120,11 @@ def far(odds: Any, got: Any, ids: Any) -> list[str]:
     other = log_odds(got)
     kl = (np.exp(odds) * (odds - other)).sum(-1)
     surprise = -np.take_along_axis(other[:, :-1], ids[:, 1:, None], -1)
-    return [f"{kl.mean():.4f}", f"{np.quantile(kl, 0.99):.2f}", f"{np.exp(surprise.mean()):.2f}"]
+    return [
+        f"{max(0.0, kl.mean()):.4f}",
+        f"{np.quantile(kl, 0.99):.2f}",
+        f"{np.exp(surprise.mean()):.2f}",
+    ]
 
 
 def artifact_logits(path: Path, rows: Any) -> Any:
@@ -143,6 +147,7 @@ def speeds(paths: dict[str, Path], cache: Path, rounds: int) -> dict[str, list[f
         found: dict[str, list[float]] = {name: [] for name in peers}
         for seed in range(rounds):
             for name, peer in peers.items():
+                time.sleep(0.25)  # threads of the one before may spin for a while
                 steps = peer.turn(tokens=128, batch=1, new=24, seed=seed)["steps"]
                 found[name].append(1 / statistics.median(steps))
         return found
@@ -175,17 +180,15 @@ def compare(source: Path, cache: Path, recipes: list[str], rows: int, rounds: in
     speed = speeds(paths, made.cache, rounds) if rounds else {}
     first = next(iter(paths))
     names = ["", "MB", *(f"{what}, {t}" for t in given for what in ("KL", "p99", "perplexity"))]
-    print("| " + " | ".join([*names, "tokens/s", f"of {first}"]) + " |")
-    print("| --- |" + " ---: |" * (len(names) + 1))
-    print("| float32 | " + " | ".join([size(made.floats), *whole, "", ""]) + " |")
+    names += ["tokens/s", f"of {first}"] if rounds else []
+    print("| " + " | ".join(names) + " |")
+    print("| --- |" + " ---: |" * (len(names) - 1))
+    floats = [size(made.floats), *whole, *([""] * (len(names) - 8))]
+    print("| float32 | " + " | ".join(floats) + " |")
     for name, path in paths.items():
         own = speed.get(name, [])
         ratio = [a / b for a, b in zip(own, speed.get(first, []), strict=False)]
-        fast = (
-            [f"{statistics.median(own):.1f}", f"{statistics.median(ratio):.2f}"]
-            if own
-            else ["", ""]
-        )
+        fast = [f"{statistics.median(v):.{d}f}" for v, d in ((own, 1), (ratio, 2)) if own]
         print(f"| {name} | " + " | ".join([size(path), *losses[name], *fast]) + " |")
 
 
