@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.ir.ops.attention import Form
 from accel.passes.kv.inputs import call
 
 from ..kv_case import decoded, evicting, kept
@@ -199,7 +200,18 @@ def agree(
             theirs = prompt.left(other, attentions)
             most = budget.most(count, prompt.keys.shape[1]) if budget else count
             scale = prompt.module.scaling
-            mine = sets(choose(x, count, method, budget, keep, most, scale=scale, refine=refine))
+            mine = sets(
+                choose(
+                    x,
+                    count,
+                    method,
+                    budget,
+                    keep,
+                    most,
+                    form=Form("causal", scale=scale),
+                    refine=refine,
+                )
+            )
             assert any(len(head) < length for row in theirs for head in row), "nothing went"
             if mine != theirs:
                 where = f"length {length}, ratio {ratio}"

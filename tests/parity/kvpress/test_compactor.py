@@ -15,9 +15,10 @@ def press(monkeypatch, method, **options):
     """The press, whose random matrix is the method's."""
     randn = torch.randn
 
-    def same(batch, heads, width, columns, **more):
-        if columns != method.sketch:
-            return randn(batch, heads, width, columns, **more)
+    def same(*size, **more):
+        if len(size) != 4 or size[-1] != method.sketch:
+            return randn(*size, **more)
+        _, heads, width, columns = size
         return sketch(heads, width, columns, method.seed, torch.zeros(1)) * columns**0.5
 
     monkeypatch.setattr("kvpress.presses.leverage_press.torch.randn", same)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from accel.ir.ops.attention import Form
 from accel.passes.kv.score.streaming_llm import StreamingLlm
 from accel.runtime.kv.budget.duo_heads import DuoHeads
 
@@ -28,5 +29,9 @@ def test_the_same_tokens_stay(monkeypatch, share, length):
         table = {"table.place": torch.tensor(places[layer])}
         score, budget = StreamingLlm(4), DuoHeads(share=share, sinks=4, recent=8)
         x = prompt.slots(score) | table
-        mine = sets(choose(x, min(length, 12), score, budget, scale=prompt.module.scaling))
+        mine = sets(
+            choose(
+                x, min(length, 12), score, budget, form=Form("causal", scale=prompt.module.scaling)
+            )
+        )
         assert mine == prompt.left(press)

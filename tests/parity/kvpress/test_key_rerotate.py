@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from accel.ir.ops.attention import Form
 from accel.passes.kv import moves
 from accel.passes.kv.keep.drop import Drop
 from accel.passes.kv.keep.key_rerotate import KeyRerotate
@@ -31,10 +32,12 @@ def test_the_same_keys_at_the_same_places(score, inner, length):
     for ratio in RATIOS:
         keys, values = prompt.compressed(kvpress.KeyRerotationPress(inner(ratio)))
         count, scale = keys.shape[2], prompt.module.scaling
-        mine = choose(x, count, score, keep=KeyRerotate(), most=count, scale=scale)
+        mine = choose(
+            x, count, score, keep=KeyRerotate(), most=count, form=Form("causal", scale=scale)
+        )
         torch.testing.assert_close(mine["v"], values)
         torch.testing.assert_close(mine["k"], keys, atol=1e-4, rtol=1e-4)
-        left = choose(x, count, score, keep=Drop(), most=count, scale=scale)
+        left = choose(x, count, score, keep=Drop(), most=count, form=Form("causal", scale=scale))
         assert not torch.allclose(left["k"], keys, atol=1e-2), "the control"
 
 

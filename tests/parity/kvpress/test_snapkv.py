@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from accel.ir.ops.attention import Form
 from accel.passes.kv.keep.value_merge import ValueMerge
 from accel.passes.kv.score.snapkv import SnapKV
 from accel.runtime.kv.budget.ada_kv import AdaKV
@@ -48,7 +49,9 @@ def test_values_merge_alike():
         keys, values = prompt.compressed(press)
         keep = ValueMerge(threshold=0.1)
         scale = prompt.module.scaling
-        ours = choose(prompt.slots(SNAP), count, SNAP, keep=keep, most=count, scale=scale)
+        ours = choose(
+            prompt.slots(SNAP), count, SNAP, keep=keep, most=count, form=Form("causal", scale=scale)
+        )
         for row, head in np.ndindex(2, 2):
             order, mine = keys[row, head, :, 0].argsort(), ours["k"][row, head, :, 0].argsort()
             torch.testing.assert_close(ours["k"][row, head, mine], keys[row, head, order])
