@@ -116,7 +116,7 @@ def demo(
     Fetches SmolLM2-135M-Instruct (93 MB, once, into the user's cache; where it cannot be had, the bundled model goes
     in its place). Compiles it and asks it, in a new process, for an answer, a function, a key in a long prompt and an
     edit; compares the tokens and the speed with PyTorch; then builds other recipes and shows each on the prompt that
-    it is for. Takes under two minutes on two cores, after the download.
+    it is for. Takes some two minutes on two cores, after the download.
     """
     with extra("compile"):
         from accel.compiler.assemble import assemble
