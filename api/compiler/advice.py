@@ -7,7 +7,7 @@ from typing import Any
 
 from accel.compiler.assemble import Plan
 from accel.ir.axis import find_axes
-from accel.ir.errors import PassError
+from accel.ir.errors import PassError, RecipeError
 from accel.passes import Pass
 from accel.passes.check import UNCHECKED
 
@@ -36,13 +36,17 @@ def advice(lost: Mapping[str, Any], plan: Plan) -> str:
 
 def _less(axis: str, method: Pass) -> list[str]:
     """Methods of an axis that declare a smaller loss, the nearest first."""
-    methods = {name: find_axes()[axis].method(name) for name in find_axes()[axis].names()}
-    less = {
-        name: other.error
-        for name, other in methods.items()
-        if Pass.error < getattr(other, "error", 0.0) < method.error
-    }
-    return sorted(less, key=less.__getitem__, reverse=True)[:2]
+    found = {name: _declared(axis, name) for name in find_axes()[axis].names()}
+    less = [name for name, error in found.items() if Pass.error < error < method.error]
+    return sorted(less, key=found.__getitem__, reverse=True)[:2]
+
+
+def _declared(axis: str, name: str) -> float:
+    """What a method declares by its own options; nothing where it must be given some, or declares nothing."""
+    try:
+        return float(getattr(find_axes()[axis].build(name), "error", 0.0))
+    except (RecipeError, TypeError):
+        return 0.0
 
 
 def refuse_broken(lost: dict[str, Any], plan: Plan) -> None:
