@@ -193,7 +193,7 @@ def answers(
 
 @torch.no_grad()
 def features(model: Any, tokens: Tensor, taps: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """(streams [B,T,3H], last hidden states [B,T,H], greedy next tokens [B,T])."""
+    """(streams [B,T,3H], last hidden states [B,T,H], logits [B,T,V])."""
     out = model.model(tokens, output_hidden_states=True, use_cache=False)
     last = out.last_hidden_state
     logits = model.lm_head(last)
@@ -282,8 +282,7 @@ def measured(
         ok = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
         for k, (row, count) in enumerate(found["medusa"]):
             row, count = F.pad(row, (0, t - row.shape[1])), F.pad(count, (0, t - count.shape[1]))
-            if start is not None:
-                count = count & (torch.arange(t, device=tokens.device)[None] >= at[:, None])
+            count = count & (torch.arange(t, device=tokens.device)[None] >= at[:, None])
             alone["medusa"][k] += torch.stack(((ok & row & count).sum(), (ok & count).sum())).cpu()
             ok &= row
     told = {}
