@@ -23,7 +23,7 @@ _TOTAL = """def total(items):
     return result
 """
 _KEY = "The pass key is 7391. Remember it. 7391 is the pass key."
-_NOTES = (
+NOTES = (
     "The library opens at nine in the morning.", "Rain fell on the hills all afternoon.",
     "The baker sells bread and cakes on the square.", "A train leaves for the coast every hour.",
     "The garden has apple trees and a small pond.", "Children play football behind the school.",
@@ -88,7 +88,7 @@ def bundled() -> list[Example]:
 def smollm2() -> list[Example]:
     """Of SmolLM2-135M-Instruct."""
     rng = random.Random("key")
-    notes = [rng.choice(_NOTES) for _ in range(SENTENCES)]
+    notes = [rng.choice(NOTES) for _ in range(SENTENCES)]
     notes.insert(SENTENCES // 2, _KEY)
     hidden = "There is a pass key hidden in this text. Find it and remember it."
     edit = (

@@ -85,15 +85,15 @@ def cases() -> list[Case]:
     """All of them; base first, which the others are compared with, then each recipe once, and its other values
     later: a run that is stopped early still knows of every recipe.
     """
-    swept = [_swept(name) for name in suited() if name != "base"]
-    longest = max(map(len, swept))
-    turns = [[row[turn] for row in swept if turn < len(row)] for turn in range(longest)]
+    rows = [swept(name) for name in suited() if name != "base"]
+    longest = max(map(len, rows))
+    turns = [[row[turn] for row in rows if turn < len(row)] for turn in range(longest)]
     return [Case("base"), *(case for turn in turns for case in turn)]
 
 
 def chosen() -> set[str]:
     """The names of the cases that stand for their recipes: each at the first of its values."""
-    return {_swept(name)[0].name for name in suited()}
+    return {swept(name)[0].name for name in suited()}
 
 
 def suited() -> list[str]:
@@ -106,7 +106,7 @@ def suited() -> list[str]:
     ]
 
 
-def _swept(name: str) -> list[Case]:
+def swept(name: str) -> list[Case]:
     """A recipe at the values of the first option that a sweep knows; else as it is."""
     recipe, axes = Recipe.load(name), find_axes()
     plan = assemble(recipe)

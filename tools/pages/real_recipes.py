@@ -4,9 +4,9 @@
     python tools/pages/real_recipes.py MODEL --only snapkv   some
     python tools/pages/real_recipes.py --write               only write the page
 
-MODEL is captured once. Each recipe is built as `accel-compile build` does, and its artifact is opened: KL from base
-after a prompt of prose and of code, a pass key in some 1000 tokens, and whether texts are base's. A recipe that is
-refused is a result too. A result is kept in a file of its own as soon as it is there; a run that is stopped goes on
+MODEL is captured once. Each recipe is built as `accel-compile build` does, at the first value that the leaderboard
+gives its budget (`snapkv@256`), and its artifact is opened: KL from base after a prompt of prose and of code, pass keys
+and numbers in some 1000 tokens, and whether texts are base's. A recipe that is refused is a result too. A result is kept in a file of its own as soon as it is there; a run that is stopped goes on
 where it was. Prose and code are Python's own: its reference, and `heapq` and `argparse`.
 """
 
@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import typer
-from leaderboard import keep, suited
+from leaderboard import Case, keep, suited, swept
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import accel
@@ -42,12 +42,14 @@ from accel.compiler.quality.divergence import Odds, along, divergence
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError
 from accel.ir.recipe import Recipe
+from accel.reference.examples import NOTES
 from accel.runtime.model.compiled import CompiledModel
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 2048
-PROMPT, STEPS = 512, 32  # tokens that are read, and then decoded along the text
-KEYS, KEY_TOKENS = 2, 900  # prompts with a pass key, and about how long they are
+PROMPT, STEPS = 1024, 64  # tokens that are read, and then decoded along the text
+HIDDEN, SENTENCES = 3, 100  # prompts of each kind that hide something, and how long they are
+PEOPLE = ("Anna", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jonas")
 CHATS = (
     "Why is the sky blue? Answer in two sentences.",
     "Write a Python function that merges two sorted lists.",
@@ -76,27 +78,42 @@ def windows(model: CompiledModel) -> dict[str, npt.NDArray[Any]]:
     return {n: np.array(model.tokenizer.encode(t, special=False)[:size]) for n, t in texts.items()}
 
 
-def key_prompts(model: CompiledModel) -> list[tuple[list[dict[str, str]], str]]:
-    """Messages that hide a key in prose, and the key."""
-    from pydoc_data.topics import topics
-
-    assert model.tokenizer is not None
-    found, prose = [], " ".join(topics["naming"].split())
-    ids = model.tokenizer.encode(prose, special=False)
-    for i in range(KEYS):
-        rng = random.Random(i)
+def key_prompts() -> list[tuple[str, str]]:
+    """Questions about a pass key that some 930 tokens hide, and the key."""
+    found = []
+    for i in range(HIDDEN):
+        rng = random.Random(f"key {i}")
+        notes = [rng.choice(NOTES) for _ in range(SENTENCES)]
         key = str(rng.randrange(1000, 9999))
-        start = rng.randrange(200)
-        before, after = (
-            ids[start : start + 300 * (i + 1)],
-            ids[start + 300 * (i + 1) : start + KEY_TOKENS],
-        )
-        text = (
-            f"{model.tokenizer.decode(before)} The pass key is {key}. Remember it. "
-            f"{model.tokenizer.decode(after)}\n\nWhat is the pass key?"
-        )
-        found.append(([{"role": "user", "content": text}], key))
+        place = rng.randrange(SENTENCES // 5, SENTENCES - SENTENCES // 5)
+        notes.insert(place, f"The pass key is {key}. Remember it. {key} is the pass key.")
+        told = "There is a pass key hidden in this text. Find it and remember it."
+        found.append((f"{told}\n\n{' '.join(notes)}\n\nWhat is the pass key?", key))
     return found
+
+
+def number_prompts() -> list[tuple[str, str]]:
+    """Questions about one of five people's numbers, which are strewn over some 930 tokens, and the number."""
+    found = []
+    for i in range(HIDDEN):
+        rng = random.Random(f"number {i}")
+        notes = [rng.choice(NOTES) for _ in range(SENTENCES)]
+        people = {name: str(rng.randrange(1000, 9999)) for name in rng.sample(PEOPLE, 5)}
+        for name, number in people.items():
+            notes.insert(rng.randrange(len(notes)), f"The phone number of {name} is {number}.")
+        asked = rng.choice(list(people))
+        question = f"What is the phone number of {asked}?"
+        found.append((f"Read this text.\n\n{' '.join(notes)}\n\n{question}", people[asked]))
+    return found
+
+
+def right(model: CompiledModel, prompts: list[tuple[str, str]]) -> int:
+    """How many answers hold what was asked for."""
+    count = 0
+    for prompt, wanted in prompts:
+        out = model.generate([[{"role": "user", "content": prompt}]], 16)
+        count += wanted in (out.text or [""])[0]
+    return count
 
 
 def answered(model: CompiledModel, base: Base | None) -> tuple[dict[str, Any], Base]:
@@ -111,19 +128,16 @@ def answered(model: CompiledModel, base: Base | None) -> tuple[dict[str, Any], B
             apart = divergence(base.odds[kind], odds[kind])
             told[f"kl {kind}"] = apart.kl / STEPS
             told[f"first {kind}"] = apart.same / STEPS
-    keys = key_prompts(model)
-    outs = [model.generate([messages], 16) for messages, _ in keys]
-    told["keys"] = sum(
-        key in (out.text or [""])[0] for out, (_, key) in zip(outs, keys, strict=True)
-    )
+    told["keys"] = right(model, key_prompts())
+    told["numbers"] = right(model, number_prompts())
     texts = [model.generate([[{"role": "user", "content": c}]], NEW).tokens[0] for c in CHATS]
     if base is not None:
         told["texts"] = sum(a == b for a, b in zip(texts, base.texts, strict=True))
     return told, Base(odds, texts)
 
 
-def measure(model: Path, names: list[str], results: Path) -> None:
-    """Each recipe in turn; base first."""
+def measure(model: Path, cases: list[Case], results: Path) -> None:
+    """Each in turn; base first, which the others are compared with."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -136,21 +150,23 @@ def measure(model: Path, names: list[str], results: Path) -> None:
         Progress(*columns, disable=not sys.stderr.isatty()) as bar,
         tempfile.TemporaryDirectory() as place,
     ):
-        task = bar.add_task("capture", total=len(names))
+        task = bar.add_task("capture", total=len(cases))
         tokenizer = read_tokenizer(None, model)
         loaded = load_model(model)
         program = capture(loaded.model, max_context=CONTEXT, stored=loaded.stored)
         base: Base | None = None
-        for name in ["base", *(n for n in names if n != "base")]:
-            bar.update(task, description=name)
-            start, out = time.perf_counter(), Path(place) / name
+        for case in [Case("base"), *(c for c in cases if c.recipe != "base")]:
+            bar.update(task, description=case.name)
+            start, out = time.perf_counter(), Path(place) / case.recipe
+            recipe = Recipe(case.recipe, tables=case.tables) if case.tables else Recipe.load("base")
             told: dict[str, Any] = {
-                "name": name,
+                "name": case.recipe,
+                "case": case.name,
                 "model": model.name,
                 "date": time.strftime("%Y-%m-%d"),
             }
             try:
-                with build_captured(program, Recipe.load(name), options, tokenizer, out) as built:
+                with build_captured(program, recipe, options, tokenizer, out) as built:
                     report = built.report
                 told |= {"seconds": report["seconds"], "bytes": report["bytes"]["total"]}
                 told |= {
@@ -164,10 +180,10 @@ def measure(model: Path, names: list[str], results: Path) -> None:
             except AccelError as error:
                 told["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             told["whole"] = round(time.perf_counter() - start, 1)
-            keep(results / f"{name}.json", told)
+            keep(results / f"{case.recipe}.json", told)
             bar.advance(task)
             if bar.disable:
-                print(f"{name}: {told['whole']} s {told.get('refused', '')}"[:160], flush=True)
+                print(f"{case.name}: {told['whole']} s {told.get('refused', '')}"[:160], flush=True)
             if out.exists():
                 for file in out.iterdir():
                     file.unlink()
@@ -187,23 +203,24 @@ def page(found: list[dict[str, Any]]) -> str:
         f"Of {len(found)} recipes {len(built)} are built and {len(refused)} refused.",
         "",
         f"KL from `base` per token, in nats, over {STEPS} tokens decoded one by one after a prompt of {PROMPT}, of "
-        "Python's reference (prose) and of its library (code): few tokens, so differences below 0.01 say little.",
-        f"Keys: pass keys found in {KEYS} prompts of some {KEY_TOKENS} tokens. "
+        "Python's reference (prose) and of its library (code): few tokens, so differences below 0.01 say little. `@N` is a recipe's budget in tokens, or its main option.",
+        f"Keys and numbers: what was found of {HIDDEN} pass keys, and of {HIDDEN} phone numbers among five, each hidden "
+        f"in {SENTENCES} sentences (some 930 tokens). "
         f"Texts: of {len(CHATS)} answers of {NEW} tokens, those that are base's.",
         "",
-        "| recipe | MB | build, s | KL prose | KL code | perplexity prose | code | keys | texts |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| recipe | MB | build, s | KL prose | KL code | perplexity prose | code | keys | numbers | texts |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in sorted(built, key=lambda one: (one["name"] != "base", one["name"])):
         kl = [f"{one[f'kl {k}']:.4f}" if f"kl {k}" in one else "–" for k in ("prose", "code")]
         worse = [f"{one[f'perplexity {k}']:.2f}" for k in ("prose", "code")]
         texts = f"{one['texts']}" if "texts" in one else "–"
         lines.append(
-            f"| `{one['name']}` | {one['bytes'] / 1e6:.0f} | {one['seconds']['total']:.0f} | "
-            f"{' | '.join(kl)} | {' | '.join(worse)} | {one['keys']} | {texts} |"
+            f"| `{one['case']}` | {one['bytes'] / 1e6:.0f} | {one['seconds']['total']:.0f} | "
+            f"{' | '.join(kl)} | {' | '.join(worse)} | {one['keys']} | {one['numbers']} | {texts} |"
         )
     lines += ["", "## Refused", "", "| recipe | reason |", "|---|---|"]
-    lines += [f"| `{one['name']}` | {one['refused'].replace('|', '/')} |" for one in refused]
+    lines += [f"| `{one['case']}` | {one['refused'].replace('|', '/')} |" for one in refused]
     return "\n".join([*lines, ""])
 
 
@@ -217,6 +234,7 @@ def main(
 ) -> None:
     """Measure what is missing, then write the page."""
     kept = docs / "details" / "real-recipes.jsonl"
+    kept.parent.mkdir(parents=True, exist_ok=True)
     if not write:
         if model is None:
             raise typer.BadParameter("give MODEL, a folder or a GGUF file; or --write")
@@ -224,7 +242,7 @@ def main(
         if wrong := [n for n in only or () if n not in known]:
             raise typer.BadParameter(f"no recipe {wrong[0]!r}; accel-compile recipes lists them")
         there = {path.stem for path in results.glob("*.json")} if not again else set()
-        measure(model, [n for n in only or known if n not in there], results)
+        measure(model, [swept(n)[0] for n in only or known if n not in there], results)
     found = {}
     if kept.is_file():
         found = {one["name"]: one for one in map(json.loads, kept.read_text().splitlines())}
