@@ -6,8 +6,9 @@
 
 MODEL is captured once. Each recipe is built as `accel-compile build` does, at the first value that the leaderboard
 gives its budget (`snapkv@256`), and its artifact is opened: KL from base after a prompt of prose and of code, pass keys
-and numbers in some 1000 tokens, and whether texts are base's. A recipe that is refused is a result too. A result is kept in a file of its own as soon as it is there; a run that is stopped goes on
-where it was. Prose and code are Python's own: its reference, and `heapq` and `argparse`.
+and numbers in some 1000 tokens, and whether texts are base's. A recipe that is refused is a result too. A result is
+kept in a file of its own as soon as it is there; a run that is stopped goes on where it was. Prose and code are
+Python's own: its reference, and `heapq` and `argparse`.
 """
 
 from __future__ import annotations
@@ -203,20 +204,21 @@ def page(found: list[dict[str, Any]]) -> str:
         f"Of {len(found)} recipes {len(built)} are built and {len(refused)} refused.",
         "",
         f"KL from `base` per token, in nats, over {STEPS} tokens decoded one by one after a prompt of {PROMPT}, of "
-        "Python's reference (prose) and of its library (code): few tokens, so differences below 0.01 say little. `@N` is a recipe's budget in tokens, or its main option.",
+        "Python's reference (prose) and of its library (code): few tokens, so differences below 0.01 say little.",
         f"Keys and numbers: what was found of {HIDDEN} pass keys, and of {HIDDEN} phone numbers among five, each hidden "
         f"in {SENTENCES} sentences (some 930 tokens). "
-        f"Texts: of {len(CHATS)} answers of {NEW} tokens, those that are base's.",
+        f"Texts: of {len(CHATS)} answers of {NEW} tokens, those that are base's. "
+        "`@N` is a recipe's budget in tokens, or its main option.",
         "",
-        "| recipe | MB | build, s | KL prose | KL code | perplexity prose | code | keys | numbers | texts |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| recipe | MB | KL prose | KL code | perplexity prose | code | keys | numbers | texts |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in sorted(built, key=lambda one: (one["name"] != "base", one["name"])):
         kl = [f"{one[f'kl {k}']:.4f}" if f"kl {k}" in one else "–" for k in ("prose", "code")]
         worse = [f"{one[f'perplexity {k}']:.2f}" for k in ("prose", "code")]
         texts = f"{one['texts']}" if "texts" in one else "–"
         lines.append(
-            f"| `{one['case']}` | {one['bytes'] / 1e6:.0f} | {one['seconds']['total']:.0f} | "
+            f"| `{one['case']}` | {one['bytes'] / 1e6:.0f} | "
             f"{' | '.join(kl)} | {' | '.join(worse)} | {one['keys']} | {one['numbers']} | {texts} |"
         )
     lines += ["", "## Refused", "", "| recipe | reason |", "|---|---|"]
