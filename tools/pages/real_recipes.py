@@ -204,8 +204,8 @@ def page(found: list[dict[str, Any]]) -> str:
         f"Of {len(found)} recipes {len(built)} are built and {len(refused)} refused.",
         "",
         f"KL from `base` per token, in nats, over {STEPS} tokens decoded one by one after a prompt of {PROMPT}, of "
-        "Python's reference (prose) and of its library (code): few tokens, so differences below 0.01 say little.",
-        f"Keys and numbers: what was found of {HIDDEN} pass keys, and of {HIDDEN} phone numbers among five, each hidden "
+        "Python's reference (prose) and of its library (code): few tokens, so differences below 0.01 say little. "
+        f"Keys, numbers: what was found of {HIDDEN} pass keys, and of {HIDDEN} phone numbers among five, each hidden "
         f"in {SENTENCES} sentences (some 930 tokens). "
         f"Texts: of {len(CHATS)} answers of {NEW} tokens, those that are base's. "
         "`@N` is a recipe's budget in tokens, or its main option.",
