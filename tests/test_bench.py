@@ -146,6 +146,42 @@ def test_wrong_use_says_what_to_do(checkpoint, tmp_path, words, said):
     assert done.exit_code == 1 and re.search(said, re.sub(r"\s+", " ", done.stderr))
 
 
+@pytest.fixture
+def gguf(tmp_path):
+    import numpy as np
+    from gguf import GGUFWriter
+
+    path = tmp_path / "tiny.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(300)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["llama_cpp:q4_0"], "llama_cpp has no variant 'q4_0'; it has file, file[+]kv8"),
+        (["transformers:eager"], "no engine 'transformers'; there are accel, ik_llama_cpp, "),
+        (["accel:base", "--cases", "decode@280"], "decode@280 needs 312 positions .* has 300"),
+    ],
+)
+def test_a_gguf_file_runs_as_it_is(gguf, tmp_path, words, said):
+    """Engines that read it do; their other variants, and other engines, are of checkpoint folders."""
+    done = call(
+        gguf, *words, "--cache", tmp_path, *([] if "--cases" in words else ["--cases", "load"])
+    )
+    assert done.exit_code == 1 and re.search(said, re.sub(r"\s+", " ", done.stderr))
+
+
+def test_llama_cpp_takes_the_file_itself(gguf, where):
+    assert prepare(Spec("llama_cpp", "file+kv8"), sys.executable, gguf, where, 64, 1) == gguf
+
+
 def test_a_worker_that_dies_says_why(where, tmp_path):
     with pytest.raises(Unusable, match="accel:float32 ended with 1: .*no-artifact"):
         Peer(

@@ -3,6 +3,7 @@
     python tools/bench/bench.py shape l213 OUT                write one of the shapes that are measured (random weights)
     python tools/bench/bench.py build MODEL                   seconds and peak memory of accel-compile build
     python tools/bench/bench.py peers MODEL [ENGINE:VARIANT …] --cache DIR --python PYTHON …
+    python tools/bench/bench.py peers FILE.gguf accel:base llama_cpp:file ik_llama_cpp:file …
 
 `accel-compile bench ARTIFACT` gives the time per step spent outside onnxruntime. Nothing is installed:
 a peer is measured when it is found where --python points. docs/figures/details/engines.md keeps what was printed.
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -123,13 +125,17 @@ def build(model: Path, rounds: int = 3) -> None:
 
 @app.command()
 def peers(
-    model: Annotated[Path, typer.Argument(help="checkpoint folder, as `shape` writes")],
+    model: Annotated[
+        Path, typer.Argument(help="checkpoint folder, as `shape` writes, or a GGUF file")
+    ],
     engines: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[ENGINE:VARIANT[=READY_MODEL]]...",
             help="The first is compared with the others. Default: accel:int4 and what is found of "
-            + ", ".join(f"{n} ({', '.join(e.VARIANTS)})" for n, e in ENGINES.items() if e.VARIANTS),
+            + ", ".join(f"{n} ({', '.join(e.VARIANTS)})" for n, e in ENGINES.items() if e.VARIANTS)
+            + "; with a GGUF file accel:base and "
+            + ", ".join(f"{n} ({', '.join(e.GGUF)})" for n, e in ENGINES.items() if known_gguf(e)),
         ),
     ] = None,
     cache: Annotated[
@@ -159,7 +165,7 @@ def peers(
         wanted = [parse_case(c) for c in cases.split(",")]
         context, batch = limits(model, wanted, new)
         where = Where(tuple(python or ()), tuple(packages or ()), cache, threads)
-        specs, pythons = choose(engines or [], where, console)
+        specs, pythons = choose(engines or [], model, where, console)
         bench = Bench(model, specs, pythons, where, rounds, new, console)
         bench.prepare(context, batch)
         results = bench.measure(wanted)
@@ -177,11 +183,17 @@ def peers(
 
 def limits(model: Path, cases: list[Case], new: int) -> tuple[int, int]:
     """The longest sequence and the most rows that the cases need. Raises ValueError."""
-    if not (model / "config.json").is_file():
+    if model.is_file():
+        from accel.compiler.load.gguf import read_gguf
+
+        fields = read_gguf(model).fields
+        most = int(fields[f"{fields['general.architecture']}.context_length"])
+    elif (model / "config.json").is_file():
+        most = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    else:
         raise ValueError(
-            f"{model} holds no config.json: give a checkpoint folder, as `shape` writes"
+            f"{model} holds no config.json: give a checkpoint folder, as `shape` writes, or a GGUF file"
         )
-    most = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     longest = max(cases, key=lambda c: c.tokens)
     need = longest.tokens + new + 8
     if need > most:
@@ -191,9 +203,18 @@ def limits(model: Path, cases: list[Case], new: int) -> tuple[int, int]:
     return min(most, -(-need // 256) * 256), max(c.batch for c in cases)
 
 
-def choose(texts: list[str], where: Where, console: Console) -> tuple[list[Spec], dict[str, str]]:
+def known_gguf(engine: ModuleType) -> bool:
+    """Whether an engine says how it runs GGUF files; accel runs all its recipes on them."""
+    return hasattr(engine, "GGUF")
+
+
+def choose(
+    texts: list[str], model: Path, where: Where, console: Console
+) -> tuple[list[Spec], dict[str, str]]:
     """What to measure, and the python of each engine. Raises Unusable, ValueError."""
     variants = {name: engine.VARIANTS for name, engine in ENGINES.items()}
+    if model.is_file():
+        variants = {n: e.GGUF for n, e in ENGINES.items() if known_gguf(e)} | {"accel": ()}
     pythons = where.find()
     if texts:
         specs = [parse_spec(text, variants) for text in texts]
@@ -201,12 +222,9 @@ def choose(texts: list[str], where: Where, console: Console) -> tuple[list[Spec]
             if spec.engine not in pythons:
                 raise where.missing(spec.engine)
     else:
-        others = [n for n in variants if n not in ("accel", "openvino")]
-        specs = [
-            parse_spec(t, variants)
-            for t in ("accel:int4", *others)
-            if t.partition(":")[0] in pythons
-        ]
+        ours = "accel:base" if model.is_file() else "accel:int4"
+        others = [n for n, known in variants.items() if known and n != "openvino"]
+        specs = [parse_spec(t, variants) for t in (ours, *others) if t.partition(":")[0] in pythons]
         for name in sorted(set(variants) - set(pythons)):
             console.print(
                 f"left out: {where.missing(name)}", style="dim", highlight=False, soft_wrap=True

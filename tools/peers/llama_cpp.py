@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's low-level interface; `+kv8` keeps KV in 8 bits (q8_0).
+"""llama.cpp through llama-cpp-python's low-level interface; `+kv8` keeps KV in 8 bits (q8_0). `file`: a GGUF as it is.
 
 Flash attention is llama.cpp's own choice (which takes it on a CPU), and always on with `+kv8`, which needs it.
 """
@@ -15,12 +15,14 @@ from typing import Any
 PACKAGES = ("llama_cpp",)
 INSTALL = "llama-cpp-python (and gguf, to prepare models)"
 VARIANTS = ("q4_0", "q8_0", "f32", "q4_0+kv8", "q8_0+kv8", "f32+kv8")
+GGUF = ("file", "file+kv8")
 FILE_TYPES = {"q4_0": 2, "q8_0": 7}  # llama_ftype
 Q8_0 = 8  # ggml_type
 
 
 def file_name(variant: str, context: int, batch: int) -> str:
-    return f"{variant.partition('+')[0]}.gguf"
+    kind = variant.partition("+")[0]
+    return "" if kind == "file" else f"{kind}.gguf"
 
 
 def sources() -> list[Path]:
@@ -152,24 +154,23 @@ def tensors(checkpoint: Path) -> Iterator[tuple[str, Any]]:
 
 
 class Session:
-    def __init__(self, model: Any, vocabulary: int, batch: int, room: int, threads: int, kv8: bool):
-        import llama_cpp as lib
+    """lib: the module of llama.cpp's functions."""
 
-        options = lib.llama_context_default_params()
-        options.n_ctx = -(-room // 256) * 256 * batch
-        options.n_seq_max = batch
-        options.n_batch = 2048
-        options.n_threads = options.n_threads_batch = threads
-        if kv8:
-            options.type_k = options.type_v = Q8_0
-            options.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    def __init__(self, lib: Any, model: Any, vocabulary: int, batch: int, options: Any):
         self.lib, self.vocabulary, self.batch, self.length = lib, vocabulary, batch, 0
         self.context = lib.llama_init_from_model(model, options)
         if not self.context:
-            raise RuntimeError(f"llama.cpp made no context of {batch} x {room} tokens")
-        self.memory = lib.llama_get_memory(self.context)
+            raise RuntimeError(f"llama.cpp made no context of {options.n_ctx} tokens")
         self.call = lib.llama_batch_init(2048, 0, 1)
         self.first: Any = None
+
+    def clear(self) -> None:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+
+    def cut(self, row: int) -> None:
+        """To the prompt's length."""
+        memory = self.lib.llama_get_memory(self.context)
+        self.lib.llama_memory_seq_rm(memory, row, self.length, -1)
 
     def run(self, rows: list[list[int]], position: int) -> list[int]:
         """Append tokens [batch][T] at a position; each row's best next token."""
@@ -192,14 +193,14 @@ class Session:
         return best
 
     def prefill(self, prompts: list[list[int]]) -> list[int]:
-        self.lib.llama_memory_clear(self.memory, True)
+        self.clear()
         self.first = self.run(prompts, 0)
         self.length = len(prompts[0])
         return self.first
 
     def decode(self, new: int) -> list[float]:
         for row in range(self.batch):
-            self.lib.llama_memory_seq_rm(self.memory, row, self.length, -1)
+            self.cut(row)
         tokens, seconds = self.first, []
         for i in range(new):
             start = time.perf_counter()
@@ -216,6 +217,7 @@ class Model:
     def __init__(self, path: Path, variant: str, threads: int):
         import llama_cpp as lib
 
+        self.lib: Any = lib
         lib.llama_backend_init()
         self.model = lib.llama_model_load_from_file(
             str(path).encode(), lib.llama_model_default_params()
@@ -225,8 +227,21 @@ class Model:
         self.threads, self.kv8 = threads, variant.endswith("+kv8")
         self.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
 
+    def options(self, batch: int, room: int) -> Any:
+        options = self.lib.llama_context_default_params()
+        options.n_ctx = -(-room // 256) * 256 * batch
+        options.n_seq_max = batch
+        options.n_batch = 2048
+        options.n_threads = options.n_threads_batch = self.threads
+        if self.kv8:
+            options.type_k = options.type_v = Q8_0
+        return options
+
     def session(self, batch: int, room: int) -> Session:
-        return Session(self.model, self.vocabulary, batch, room, self.threads, self.kv8)
+        options = self.options(batch, room)
+        if self.kv8:
+            options.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        return Session(self.lib, self.model, self.vocabulary, batch, options)
 
 
 def load(path: Path, variant: str, threads: int) -> Model:
