@@ -41,7 +41,7 @@ from accel.compiler.load.tokenizer import read_tokenizer
 from accel.compiler.optimize import build_captured
 from accel.compiler.quality.divergence import Odds, along, divergence
 from accel.ir.capture.capture import capture
-from accel.ir.errors import AccelError
+from accel.ir.errors import AccelError, InputError
 from accel.ir.recipe import Recipe
 from accel.reference.examples import NOTES
 from accel.runtime.model.compiled import CompiledModel
@@ -153,6 +153,10 @@ def measure(model: Path, cases: list[Case], results: Path) -> None:
     ):
         task = bar.add_task("capture", total=len(cases))
         tokenizer = read_tokenizer(None, model)
+        if tokenizer is None or not tokenizer.config.templates:
+            raise InputError(
+                f"{model.name} has no chat template, and is asked questions: give another"
+            )
         loaded = load_model(model)
         program = capture(loaded.model, max_context=CONTEXT, stored=loaded.stored)
         base: Base | None = None
@@ -189,6 +193,13 @@ def measure(model: Path, cases: list[Case], results: Path) -> None:
                 for file in out.iterdir():
                     file.unlink()
                 out.rmdir()
+
+
+def known_already(kept: Path, model: str, results: Path) -> set[str]:
+    """Recipes whose result is in the folder, or in the file that the page was made of, if of this model."""
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
+    own = [json.loads(path.read_text(encoding="utf-8")) for path in results.glob("*.json")]
+    return {one["name"] for one in [*map(json.loads, lines), *own] if one["model"] == model}
 
 
 def page(found: list[dict[str, Any]]) -> str:
@@ -243,8 +254,11 @@ def main(
         known = suited()
         if wrong := [n for n in only or () if n not in known]:
             raise typer.BadParameter(f"no recipe {wrong[0]!r}; accel-compile recipes lists them")
-        there = {path.stem for path in results.glob("*.json")} if not again else set()
-        measure(model, [swept(n)[0] for n in only or known if n not in there], results)
+        there = set() if again else known_already(kept, model.name, results)
+        try:
+            measure(model, [swept(n)[0] for n in only or known if n not in there], results)
+        except InputError as error:
+            raise typer.BadParameter(str(error)) from None
     found = {}
     if kept.is_file():
         found = {one["name"]: one for one in map(json.loads, kept.read_text().splitlines())}

@@ -1,0 +1,91 @@
+"""tools/pages/real_recipes.py: what it asks, which results it takes as known, and its page."""
+
+import json
+
+import pytest
+import real_recipes
+from leaderboard import swept
+from real_recipes import HIDDEN, key_prompts, known_already, number_prompts, page
+from reference_data import REFERENCE
+
+from accel.ir.errors import InputError
+
+BASE = {
+    "name": "base", "case": "base", "model": "m", "date": "2026-11-27", "bytes": 2e6, "perplexity prose": 9.5,
+    "perplexity code": 8.25, "keys": 3, "numbers": 3,
+}  # fmt: skip
+OTHER = {
+    **BASE,
+    "name": "snapkv",
+    "case": "snapkv@256",
+    "kl prose": 0.5,
+    "kl code": 0.25,
+    "keys": 1,
+    "texts": 2,
+}
+REFUSED = {
+    "name": "calm",
+    "case": "calm@0.9",
+    "model": "m",
+    "date": "2026-11-28",
+    "refused": "PassError: a|b",
+}
+
+
+@pytest.mark.parametrize("made", [key_prompts, number_prompts])
+def test_what_is_asked_for_stands_in_the_prompt_and_differs(made):
+    asked = made()
+    assert len(asked) == HIDDEN and len({wanted for _, wanted in asked}) == HIDDEN
+    assert all(wanted in prompt for prompt, wanted in asked)
+    assert made() == asked
+
+
+def test_the_number_is_of_the_one_who_is_asked_for():
+    for prompt, wanted in number_prompts():
+        name = prompt.rpartition("number of ")[2].rstrip("?")
+        assert prompt.count("The phone number of ") == 5
+        assert f"The phone number of {name} is {wanted}." in prompt
+
+
+def test_results_are_known_of_this_model_only(tmp_path):
+    kept, results = tmp_path / "kept.jsonl", tmp_path / "results"
+    assert known_already(kept, "m", results) == set()
+    results.mkdir()
+    kept.write_text(
+        "\n".join(json.dumps({"name": n, "model": m}) for n, m in [("a", "m"), ("b", "x")])
+    )
+    (results / "c.json").write_text(json.dumps({"name": "c", "model": "m"}))
+    assert known_already(kept, "m", results) == {"a", "c"}
+
+
+def test_page():
+    lines = page([BASE, REFUSED, OTHER]).splitlines()
+    assert any("Of 3 recipes 2 are built and 1 refused" in line for line in lines)
+    rows = [line for line in lines if line.startswith("| `")]
+    assert rows == [
+        "| `base` | 2 | – | – | 9.50 | 8.25 | 3 | 3 | – |",
+        "| `snapkv@256` | 2 | 0.5000 | 0.2500 | 9.50 | 8.25 | 1 | 3 | 2 |",
+        "| `calm@0.9` | PassError: a/b |",
+    ]
+    head = next(line for line in lines if line.startswith("| recipe | MB"))
+    assert head.count("|") == rows[0].count("|")
+
+
+def test_recipes_are_measured_at_the_leaderboards_first_value():
+    assert swept("snapkv")[0].name == "snapkv@256"
+    assert real_recipes.swept is swept
+
+
+def test_a_model_without_a_chat_template_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(InputError, match="has no chat template"):
+        real_recipes.measure(REFERENCE, [swept("snapkv")[0]], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_a_model_is_measured(smollm2, tmp_path):
+    real_recipes.measure(smollm2, [swept("streaming-llm")[0]], tmp_path)
+    found = {p.stem: json.loads(p.read_text()) for p in tmp_path.glob("*.json")}
+    assert found.keys() == {"base", "streaming-llm"}
+    assert 0 < found["streaming-llm"]["kl prose"] and found["base"]["keys"] == HIDDEN
+    assert page(list(found.values()))
