@@ -6,7 +6,8 @@
 
 MODEL is captured once. Each recipe is built as `accel-compile build` does, at the first value that the leaderboard
 gives its budget (`snapkv@256`), and its artifact is opened: KL from base after a prompt of prose and of code, pass keys
-and numbers in some 1000 tokens, and whether texts are base's. A recipe that is refused is a result too. A result is
+and numbers in some 1000 tokens, and whether texts are base's. Tables are measured first where a recipe needs them, as
+`--train` does. A recipe that is refused is a result too. A result is
 kept in a file of its own as soon as it is there; a run that is stopped goes on where it was. Prose and code are
 Python's own: its reference, and `heapq` and `argparse`.
 """
@@ -146,7 +147,7 @@ def measure(model: Path, cases: list[Case], results: Path) -> None:
         TimeElapsedColumn(),
     )
     warnings.filterwarnings("ignore")
-    options = BuildOptions(max_context=CONTEXT)
+    options = BuildOptions(max_context=CONTEXT, train=True)
     with (
         Progress(*columns, disable=not sys.stderr.isatty()) as bar,
         tempfile.TemporaryDirectory() as place,
