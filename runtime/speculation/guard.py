@@ -16,7 +16,7 @@ TRIAL = 4  # rounds that are tried before they are judged
 LOSS = 1.5  # plain steps that drafts may lose before they gained any, beside a share of the steps
 KEPT = 10.0  # plain steps that were gained of which later drafts may lose as many
 FIRST = 4  # steps before a drafter that can look back does, and says what it would have drafted
-HEARD = 2  # drafts that would have been, before one is made of a drafter that is watched
+HEARD = 2  # tokens that are known to stand or fall, before a drafter that is watched drafts
 DOUBT, FEW = 0.5, 1.0  # the chance that such a drafter's tokens go by, and the tokens that it counts for
 MARGIN = 1.05  # times its cost a draft gives that pays by what would have been
 REST, LONGEST = (
@@ -55,7 +55,7 @@ class Guard:
         self._known = costs
         self._odds = Odds(FADE, prior=DOUBT, weight=FEW) if watches else Odds(FADE)
         self._shaped, self._watches, self._opening = shaped, watches, opening
-        self._heard = 0  # drafts that were watched since the last rest
+        self._heard = 0  # tokens of drafts that were watched since the last rest
         self._weight, self._levels, self._nodes = 0.0, 0.0, 0.0  # of those, later ones weighing more
         self._drafted, self._drafting = (
             1.0,
@@ -105,7 +105,7 @@ class Guard:
         self._won -= seconds / self._step
         if drafts:
             self._odds.observe([draft[:2] for draft in drafts])
-            self._heard += len(drafts)
+            self._heard += sum(min(levels, stood + 1) for levels, stood, _ in drafts)
             self._weight = FADE * self._weight + len(drafts)
             self._levels = FADE * self._levels + sum(draft[0] for draft in drafts)
             self._nodes = FADE * self._nodes + sum(draft[2] for draft in drafts)
@@ -227,9 +227,11 @@ class Guard:
         self._given = FADE * self._given + tokens
         self._spent = FADE * self._spent + cost
         self._won, self._opening = min(self._won + tokens - cost + SHARE * tokens, KEPT), 0.0
-        if self._rounds < TRIAL and self._spent < self._given + LOSS / 2:
+        if self._left < LOSS / 4:  # the next could lose no more
+            self._rest()
+        elif self._rounds < TRIAL and self._spent < self._given + LOSS / 2:
             return
-        if self._given >= self._spent:
+        elif self._given >= self._spent:
             self._pause = REST
         else:
             self._rest()
