@@ -66,7 +66,9 @@ class Drafters(ABC):
     )
     probes: bool = False  # whether it can `probe`
     free: bool = False  # whether each draft runs no model, and depends on no earlier one: it may be asked beside steps
-    opening: float = 0.0  # plain steps that its first draft, or probe, takes beside, as far as is known before
+    opening: float = (
+        0.0  # plain steps that its first draft, or probe, takes beside, as far as is known before
+    )
 
     @property
     def joins(self) -> bool:

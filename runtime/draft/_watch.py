@@ -12,7 +12,10 @@ from accel.runtime.sample.standard import Standard
 from accel.runtime.tree import NONE, ROOT, Tree
 
 LOOK = 3  # levels of a draft that say enough of it
-END, BEFORE = 16, 512  # tokens at the end of a prompt that drafts are held against, and those before
+END, BEFORE = (
+    16,
+    512,
+)  # tokens at the end of a prompt that drafts are held against, and those before
 
 Drafted = tuple[int, int, int]  # levels of a draft, how many of them stand, its tokens
 

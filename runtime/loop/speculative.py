@@ -83,7 +83,10 @@ class _Rounds(Rounds):
         trees = any(Invariant.CHAINS in one.breaks for one in shaping)
         given = trees and not probes, probes, self._drafters.free, self._drafters.opening
         self._guard = None if costs is None else Guard(costs, session.batch, draft_cost, *given)
-        self._watch, self._looked = Watch(), 0.0  # drafts beside plain steps, and their seconds of this round
+        self._watch, self._looked = (
+            Watch(),
+            0.0,
+        )  # drafts beside plain steps, and their seconds of this round
         self._look_at = min(self._reach, MOST if trees else LOOK)  # tokens of one
         self._prompts = self._drafters.free  # whether they are still to be looked at
         self._paces: Paces = context.methods["length"].open(self._rows, self._cost)

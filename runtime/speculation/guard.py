@@ -17,7 +17,10 @@ LOSS = 1.5  # plain steps that drafts may lose before they gained any, beside a 
 KEPT = 10.0  # plain steps that were gained of which later drafts may lose as many
 FIRST = 4  # steps before a drafter that can look back does, and says what it would have drafted
 HEARD = 2  # tokens that are known to stand or fall, before a drafter that is watched drafts
-DOUBT, FEW = 0.5, 1.0  # the chance that such a drafter's tokens go by, and the tokens that it counts for
+DOUBT, FEW = (
+    0.5,
+    1.0,
+)  # the chance that such a drafter's tokens go by, and the tokens that it counts for
 MARGIN = 1.05  # times its cost a draft gives that pays by what would have been
 REST, LONGEST = (
     16,
@@ -56,7 +59,11 @@ class Guard:
         self._odds = Odds(FADE, prior=DOUBT, weight=FEW) if watches else Odds(FADE)
         self._shaped, self._watches, self._opening = shaped, watches, opening
         self._heard = 0  # tokens of drafts that were watched since the last rest
-        self._weight, self._levels, self._nodes = 0.0, 0.0, 0.0  # of those, later ones weighing more
+        self._weight, self._levels, self._nodes = (
+            0.0,
+            0.0,
+            0.0,
+        )  # of those, later ones weighing more
         self._drafted, self._drafting = (
             1.0,
             draft_cost,
@@ -137,6 +144,13 @@ class Guard:
             self._best = self._found(self.most) if self._may_pay else 0
         return self._best
 
+    def affords(self, drafted: int, most: int) -> bool:
+        """Whether a round pays that drafts so many tokens for each row, no fewer, of which at most `most` stand, and
+        may lose what it does where none of them stands.
+        """
+        cost = self._call(drafted)
+        return self.limit > 0 and 1 + most > cost and cost - 1 <= self._left
+
     @property
     def most(self) -> int:
         """Tokens of the longest draft that loses no more than it may where none of it stands; 0: none."""
@@ -144,7 +158,8 @@ class Guard:
         if self.cost(1) - 1 > spare:
             return 0
         spare = max(spare / 2, self.cost(1) - 1)  # for another after it
-        return max(drafted for drafted in range(1, MOST + 1) if self.cost(drafted) - 1 <= spare)
+        more = (drafted for drafted in range(2, MOST + 1) if self.cost(drafted) - 1 > spare)
+        return next(more, MOST + 1) - 1
 
     def _found(self, most: int) -> int:
         """See `limit`."""
@@ -257,6 +272,13 @@ def round_costs(costs: Costs | None, batch: int) -> RoundCost:
     if costs is None:
         return unmeasured_cost
     return lambda drafted: _cost(costs, batch * (1 + drafted)) / _cost(costs, batch)
+
+
+def steps_of(draft: Costs, tokens: int, costs: Costs | None, batch: int) -> float:
+    """Of a draft model's call of so many tokens, in plain steps of the target; 0 where these are not known."""
+    if costs is None:
+        return 0.0
+    return draft.seconds[0] * _cost(draft, tokens) / (costs.seconds[0] * _cost(costs, batch))
 
 
 def _cost(costs: Costs, tokens: int) -> float:

@@ -85,7 +85,6 @@ def test_drafts_that_never_stand_lose_little(toy, found, monkeypatch, curve, bat
         monkeypatch.undo()
 
 
-
 def timed(drafter, time):
     """A drafter whose drafts take time."""
     begin = drafter.begin
@@ -115,9 +114,7 @@ def test_a_guard_that_lets_drafts_lose_much_is_caught(toy, found, monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("told", [True, False])
-def test_drafts_that_stand_are_made_at_once_where_the_prompt_says_so(
-    toy, monkeypatch, batch, told
-):
+def test_drafts_that_stand_are_made_at_once_where_the_prompt_says_so(toy, monkeypatch, batch, told):
     """A text that goes on as its prompt does: drafts begin with the first step, or else within four tokens."""
     prompts, time = repeating(toy, batch), Time(monkeypatch, "flat")
     rows = rows_of(prompts, Cycles(), limit=NEW)
