@@ -1,4 +1,4 @@
-"""What drafts would have been of tokens that come without them. That costs no call of the model, where drafts do not."""
+"""What drafts would have been of tokens that come without them, which takes no call of the model."""
 
 from __future__ import annotations
 

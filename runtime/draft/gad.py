@@ -19,8 +19,8 @@ from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.inputs.text import same_tokens
 from accel.runtime.session.session import Session
-from accel.runtime.speculation.guard import steps_of
 from accel.runtime.speculation.follow import empty
+from accel.runtime.speculation.guard import steps_of
 from accel.runtime.tree import Tree
 
 OWN = "diffusion"  # of accel.reference: the bundled model that fills masks

@@ -20,13 +20,13 @@ from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
+from accel.runtime.draft._watch import stood
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import round_costs
 from accel.runtime.speculation.odds import Odds
 from accel.runtime.speculation.round_cost import RoundCost
-from accel.runtime.draft._watch import stood
 from accel.runtime.tree import NONE, ROOT, Tree
 from accel.runtime.verify import Verdict
 from accel.runtime.verify.sample_match import SampleMatch

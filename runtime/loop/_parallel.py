@@ -76,10 +76,11 @@ class _Rounds(Rounds):
         self._chances = [Chance(row.rng) for row in rows]
         self._pending = [np.zeros(0, np.int64) for _ in rows]
         self._reach = reach(session.capabilities)
-        self._context, self._made = context, 0  # rounds with a draft beside
+        self._context, self._second = context, second(context, of)
+        self._made = 0  # rounds with a draft beside
         self._guard = None
-        if context.costs is not None and context.model and context.model.draft_model:
-            reading = opening(context.model.draft_model, context, rows)
+        if context.costs is not None:
+            reading = opening(self._second, context, rows)
             self._guard = Guard(context.costs, session.batch, opening=reading)
         self._round_cost = round_costs(context.costs, session.batch)
         self._plain: list[float] = []  # seconds of the first steps, without a draft beside them
@@ -154,15 +155,12 @@ class _Rounds(Rounds):
         """Let the draft model read the ends of prompts, and once it has drafted the whole of those where that is
         little beside the steps to come.
         """
-        model = self._context.model and self._context.model.draft_model
         self._made += 1
-        for i in rows if self._guard is not None and model else ():
-            self._follower.ending(i, self._rows[i].prompt.size)
-            if (
-                self._follower.cut[i]
-                and self._made > TRIAL
-                and reads_whole(model, self._context, self._rows[i])
-            ):
+        for i in rows if self._guard is not None else ():
+            row = self._rows[i]
+            self._follower.ending(i, row.prompt.size)
+            sure = self._made > TRIAL and self._follower.cut[i] > 0
+            if sure and reads_whole(self._second, self._context, row):
                 self._follower.whole(i)
 
     def _called(self, live: list[int]) -> Logits:

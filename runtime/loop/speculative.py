@@ -18,6 +18,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds, begin_figures, picked
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters
+from accel.runtime.draft._watch import LOOK, Drafted, Watch, foretold
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Paces
 from accel.runtime.loop import Base
@@ -26,7 +27,6 @@ from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import MOST, Guard
 from accel.runtime.speculation.round_cost import unmeasured_cost
-from accel.runtime.draft._watch import LOOK, Drafted, Watch, foretold
 from accel.runtime.tree import NONE, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 

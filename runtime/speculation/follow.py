@@ -55,6 +55,8 @@ def empty(model: Model, batch: int) -> Session:
 
 def opening(model: Model, context: DecodeContext, rows: Sequence[Row]) -> float:
     """Plain steps that it takes to read the ends of these rows' prompts (`Follower.ending`)."""
+    if context.costs is None:
+        return 0.0
     tokens = sum(min(row.prompt.size, 2 * TAIL) for row in rows)
     return steps_of(model.costs, tokens, context.costs, len(rows))
 
