@@ -53,11 +53,14 @@ class Case:
     name: str
     batch: int = 1
     temperature: float = 0.0
-    kept_in: Path | None = field(default=None, repr=False)  # of another model than the bundled one
+    model: Path = field(default=MODEL, repr=False)
+    draft: Path | None = field(default=None, repr=False)  # of another model than the bundled one
 
     @property
     def folder(self) -> Path:
-        return self.kept_in or RESULTS
+        if self.model == MODEL:
+            return RESULTS
+        return folder("speculation", self.model, *([self.draft] if self.draft else []))
 
     @property
     def file(self) -> Path:
@@ -80,14 +83,14 @@ def recipes() -> list[str]:
 
 
 def cases(
-    names: list[str], batches: list[int], temperatures: list[float], kept: Path | None = None
+    names: list[str], batches: list[int], temperatures: list[float], *model: Any
 ) -> list[Case]:
-    """A whole table after the other; `kept`: the folder of results of another model than the bundled one."""
+    """A whole table after the other; `model`: as in Case."""
     found = []
     for temperature in temperatures:
         for batch in batches:
             found += [
-                Case(name, batch, temperature, kept) for name in names if name != "transformers"
+                Case(name, batch, temperature, *model) for name in names if name != "transformers"
             ]
     return found + [Case(name) for name in names if name == "transformers"]
 
@@ -128,9 +131,7 @@ def run(
     ] = None,
 ) -> None:
     """Measure what is not measured yet and print the ratios, or write the page of the bundled model."""
-    given = [path for path in (model, draft) if path is not None]
-    kept = None if model == MODEL else folder("speculation", *given)
-    (kept or RESULTS).mkdir(parents=True, exist_ok=True)
+    Case("", model=model, draft=draft).folder.mkdir(parents=True, exist_ok=True)
     if page is not None:
         write(page, [json.loads(f.read_text()) for f in sorted(RESULTS.glob("*.json"))], recipes())
         return
@@ -139,12 +140,12 @@ def run(
         out = [name for name in names if given_to(name, model, draft) is None]
         names = [name for name in names if name not in out]
         print(f"left out, as they need --draft: {', '.join(out) or 'none'}")
-    wanted = cases(names, batch or list(BATCHES), temperature or list(TEMPERATURES), kept)
+    wanted = cases(names, batch or list(BATCHES), temperature or list(TEMPERATURES), model, draft)
     options = {"count": count, "tokens": tokens, "repeat": repeat}
     todo, failed = [case for case in wanted if not case.kept(**options)], list[Case]()
     for case in track(todo, f"{len(todo)} cases"):
         try:
-            found = _measured(case, model, draft, **options)
+            found = _measured(case, **options)
         except Exception:
             traceback.print_exc()
             failed.append(case)
@@ -162,16 +163,16 @@ def run(
         raise typer.Exit(1)
 
 
-def _measured(case: Case, model: Path, draft: Path | None, **options: int) -> dict[str, Any]:
+def _measured(case: Case, **options: int) -> dict[str, Any]:
     if case.name == "transformers":
         return peers(**options)
     artifact = case.folder / "artifacts" / case.name
     if not artifact.exists():
-        recipe = given_to(case.name, model, draft)
+        recipe = given_to(case.name, case.model, case.draft)
         assert recipe is not None, "left out"
-        context = {} if model == MODEL else {"max_context": CONTEXT}
+        context = {} if case.model == MODEL else {"max_context": CONTEXT}
         accel.optimize(
-            model, recipe, out=artifact, verify=False, max_batch=max(BATCHES), **context
+            case.model, recipe, out=artifact, verify=False, max_batch=max(BATCHES), **context
         ).close()
     found = measure(artifact, batch=case.batch, temperature=case.temperature, **options)
     return {"name": case.name, **found}
