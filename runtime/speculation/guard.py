@@ -16,6 +16,7 @@ TRIAL = 4  # rounds that are tried before they are judged
 LOSS = 1.5  # plain steps that drafts may lose before they gained any, beside a share of the steps
 KEPT = 10.0  # plain steps that were gained of which later drafts may lose as many
 FIRST = 4  # steps before a drafter that can look back does, and says what it would have drafted
+PLAIN = 16  # steps without drafts whose median says what one takes
 HEARD = 2  # tokens that are known to stand or fall, before a drafter that is watched drafts
 DOUBT, FEW = (
     0.5,
@@ -69,14 +70,14 @@ class Guard:
             draft_cost,
         )  # tokens, and the plain steps that they took
         self._host = 0.0  # plain steps of a round with a draft
+        self._plain = deque[float](maxlen=PLAIN)  # seconds of steps without drafts
         self.of_batch(batch)
         self._pause = REST
         self._resting = 0
         self._rounds, self._given, self._spent = 0, 0.0, 0.0  # of this trial
         self._won = 0.0  # steps, by all rounds
         self._can_probe = self._probes = probes  # at all; before the next trial
-        self._host = HOST / self._step if probes else 0.0
-        self._plain = deque[float](maxlen=FIRST)  # seconds of steps without drafts
+        self._host = HOST / self._step if probes or watches else 0.0
         if probes:
             self._resting = FIRST
         elif draft_cost and not self._odds.best(self.cost, 0, MOST):
@@ -85,6 +86,7 @@ class Guard:
     def of_batch(self, batch: int) -> None:
         """Calls have so many rows from now on."""
         self._batch = batch
+        self._plain.clear()
         self._costs = list(map(round_costs(self._known, batch), range(MOST + 1)))
         self._step = self._known.seconds[0] * _cost(self._known, batch)  # seconds of a plain one
         self._best: int | None = None  # `limit`, where nothing was observed since
@@ -233,9 +235,9 @@ class Guard:
             self._drafted = FADE * self._drafted + width - 1
             self._drafting = FADE * self._drafting + min(drafting * cost, most)
         cost += self._draft_cost * (width - 1) + (self._call(again - 1) if again else 0.0)
-        if self._can_probe:
-            if self._rounds:
-                beside = min(max(0.0, seconds / self._step - cost), BESIDE)
+        if self._can_probe or self._watches:
+            if self._rounds and len(self._plain) >= FIRST:
+                beside = min(max(0.0, seconds / median(self._plain) - cost), BESIDE)
                 self._host = FADE * self._host + (1 - FADE) * beside
             cost += self._host
         self._rounds += 1
