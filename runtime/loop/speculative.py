@@ -128,9 +128,10 @@ class _Rounds(Rounds):
 
     def run(self) -> list[tuple[int, int]]:
         self._drafts, self._most, self._computed, self._looked = [], 0, None, 0.0
-        start = clock.now()
+        start, begun = clock.now(), self._time()
         limit = self._limit()
         trees = self._drafted(limit)
+        self._drafting = self._time() - begun
         if not any(map(len, trees.values())):
             return self._plain(list(trees), start, limit)
         held, kept = self._session.lengths, dict[int, list[int]]()
@@ -138,7 +139,7 @@ class _Rounds(Rounds):
         called = clock.now()
         branches = any(tree.branch is not None for tree in trees.values())
         logits = self._called(trees, branches)
-        self._drafting, call = called - start, clock.now() - called
+        call = clock.now() - called
         try:
             for i, tree in trees.items():
                 try:
@@ -220,7 +221,7 @@ class _Rounds(Rounds):
         told = limit > 0 or watching
         called = clock.now()
         logits = self._call(live)
-        self._drafting, call = called - start, clock.now() - called
+        call = clock.now() - called
         try:
             for i in live:
                 try:
@@ -338,9 +339,13 @@ class _Rounds(Rounds):
 
     def _observe(self, i: int, tree: Tree, verdict: Verdict, logits: Logits) -> None:
         """Tell the drafters, whose time it is."""
-        start = clock.now()
+        start = self._time()
         self._drafters.observe(i, tree, verdict, logits)
-        self._drafting += clock.now() - start
+        self._drafting += self._time() - start
+
+    def _time(self) -> float:
+        """Seconds, for what the drafters take: calls of a model, or what the host does beside."""
+        return clock.now() if self._drafters.draft_cost else clock.beside()
 
     def _weigh(
         self, kept: dict[int, list[int]], back: bool, drafting: float, seconds: float

@@ -169,8 +169,8 @@ class Guard:
             return most if self._shaped or not most else self._odds.best(self.cost, 1, most)
         if self._heard < HEARD:
             return 0
-        if not self._shaped:
-            return self._odds.best(self._dearer, 0, most)
+        if not self._shaped:  # one that is cut short may win what lets the next be longer
+            return min(most, self._odds.best(self._dearer, 0, MOST))
         levels = max(1, round(self._levels / self._weight))
         nodes = max(1, round(self._nodes / self._weight))
         pays = self._odds.expected(levels)[-1] > self._dearer(min(nodes, most))
