@@ -27,7 +27,7 @@ REST, LONGEST = (
     16,
     256,
 )  # steps without drafts after a trial that did not pay; twice as many after each further one
-SHARE = 0.03  # of the steps: more than that trials do not lose
+SHARE = 0.02  # of the steps: more than that trials do not lose
 DEARER, HARMLESS = (
     3.0,
     0.2,
