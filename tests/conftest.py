@@ -57,20 +57,26 @@ class Ticks:
         return self.seconds
 
 
+def no_time():
+    """What the host does beside calls takes none."""
+    return 0.0
+
+
 def native_first(sessions, runs, limit):
     """Seconds of each variant: accel's own operators run where there are any."""
     return {name: 0.5 if name == NATIVE else 1.0 for name in runs}
 
 
 # A busy machine must decide nothing: how wide calls are moves the last digits of logits.
-REAL = clock.now, tune._turns
+REAL = clock.now, clock.beside, tune._turns
 
 
 @pytest.fixture
 def real_time(monkeypatch):
     """Clocks as users have them."""
     monkeypatch.setattr(clock, "now", REAL[0])
-    monkeypatch.setattr(tune, "_turns", REAL[1])
+    monkeypatch.setattr(clock, "beside", REAL[1])
+    monkeypatch.setattr(tune, "_turns", REAL[2])
 
 
 def pytest_configure(config):
@@ -78,7 +84,7 @@ def pytest_configure(config):
     workers inherit. Only the compiled operators outlive it: their name says what they are of. Real
     models are the user's.
     """
-    clock.now, tune._turns = Ticks(), native_first
+    clock.now, clock.beside, tune._turns = Ticks(), no_time, native_first
     if hasattr(config, "workerinput"):
         return
     run, patch = Path(tempfile.mkdtemp(prefix="accel-tests-")), pytest.MonkeyPatch()

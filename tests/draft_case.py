@@ -26,14 +26,17 @@ GREEDY = Standard()
 
 @dataclass(frozen=True)
 class Known(Base):
-    """Drafts what comes without a draft, with every `wrong`-th token replaced (0: none), at most `most` a time."""
+    """Drafts what comes without a draft, with every `wrong`-th token replaced (0: none), at most `most` a time.
+    `free`: as of its drafters.
+    """
 
     futures: dict[tuple[int, ...], list[int]]
     wrong: int = 0
     most: int = 99
+    free: bool = True
 
     def begin(self, prompt, store=None):
-        return _Known(self, prompt.size, self.futures[tuple(prompt.tolist())])
+        return _Known(self, prompt.size, self.futures.get(tuple(prompt.tolist()), []))
 
 
 @dataclass
@@ -43,9 +46,13 @@ class _Known(Drafter):
     future: list[int]
     told: list[Any] = field(default_factory=list)
 
+    @property
+    def free(self):
+        return self.of.free
+
     def draft(self, seen, limit):
         done = seen.size - self.start
-        assert seen[self.start :].tolist() == self.future[:done], (
+        assert not self.future or seen[self.start :].tolist() == self.future[:done], (
             "it is given other tokens than came"
         )
         tokens = list(self.future[done : done + min(limit, self.of.most)])

@@ -2,17 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import bench_speculation as bench
 import bench_speculation_page as page
 import pytest
+from results import folder
 from typer.testing import CliRunner
 
 import accel.reference
 from accel import cli
 from accel.commands import speculation
 from accel.ir.errors import InputError
-from accel.reference.kinds import KINDS, prompts
+from accel.ir.recipe import Recipe
+from accel.reference.kinds import KINDS, QUESTIONS, prompts, questions
 
 MODEL = Path(next(iter(accel.reference.__path__)))
 
@@ -30,6 +33,50 @@ def test_prompts_of_a_kind_are_the_same_again_and_differ_by_seed(kind):
     found = prompts(kind, 4)
     assert found == prompts(kind, 4) and found != prompts(kind, 4, seed=1)
     assert all(200 < len(p) < 4000 for p in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_questions_of_a_kind_are_as_many_and_ask(kind):
+    found = questions(kind, 4)
+    assert found == questions(kind, 4) and found != questions(kind, 4, seed=1)
+    assert all(100 < len(q) < 4000 and q[0].isupper() for q in found)
+    assert QUESTIONS.keys() == KINDS.keys()
+
+
+def test_a_model_with_a_chat_template_is_asked():
+    class Words:
+        config = SimpleNamespace(templates={"default": "…"})
+
+        def encode(self, text):
+            return ["text", text]
+
+        def apply_chat_template(self, messages):
+            return ["chat", messages[0]["content"]]
+
+    words = Words()
+    model = SimpleNamespace(tokenizer=words)
+    assert speculation._ids(model, "edit", 2) == [["chat", q] for q in questions("edit", 2)]
+    words.config = SimpleNamespace(templates={})
+    assert speculation._ids(model, "edit", 2) == [["text", p] for p in prompts("edit", 2)]
+
+
+def test_a_recipe_is_given_the_draft_model_that_it_needs(tmp_path):
+    other, draft = tmp_path / "one.gguf", tmp_path / "two.gguf"
+    assert bench.given_to("draft-model", other, None) is None
+    given = bench.given_to("draft-model", other, draft)
+    assert given.tables["draft"] == {"use": "model", "path": str(draft)}
+    assert bench.given_to("prompt-lookup", other, None) == Recipe.load("prompt-lookup")
+    assert bench.given_to("draft-model", bench.MODEL, None) == Recipe.load("draft-model")
+
+
+def test_results_of_a_model_are_those_of_its_files(tmp_path):
+    one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
+    one.write_bytes(b"1")
+    other.write_bytes(b"2")
+    alone = folder("speculation", one)
+    assert alone == folder("speculation", one) != folder("speculation", one, other)
+    one.write_bytes(b"12")
+    assert folder("speculation", one) != alone
 
 
 @pytest.mark.long

@@ -33,13 +33,14 @@ def measure(
     show: Callable[[str, float], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Figures of an artifact that drafts, by kind of prompt (`accel.reference.kinds`): `count` prompts, each gone on
-    with for `tokens` tokens, plainly and with drafts in turns, `repeat` times after one that warms up.
+    with for `tokens` tokens, or answered where the model has a chat template, plainly and with drafts in turns,
+    `repeat` times after one that warms up.
     `batch`: prompts that run together; of each kind there are at least so many. `temperature`: 0 is greedy; else both
     ways sample with the same seed, another in each turn.
 
     Raises InputError where the artifact does not draft, has no tokenizer, or takes no batch of that size.
     """
-    from accel.reference.kinds import KINDS, prompts
+    from accel.reference.kinds import KINDS
 
     rows = []
     plain, drafting = _both(path, threads, kernels)
@@ -53,7 +54,7 @@ def measure(
         wanted = list(kinds or KINDS)
         for i, kind in enumerate(wanted):
             runs = []
-            texts = prompts(kind, groups * batch)
+            texts = _ids(plain, kind, groups * batch)
             for j in range(groups):
                 show(kind, (i + j / groups) / len(wanted))
                 group = texts[j * batch : (j + 1) * batch]
@@ -99,15 +100,25 @@ def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel,
     return from_artifact(artifact, threads=threads, kernels=kernels, plain=True), drafting
 
 
+def _ids(model: CompiledModel, kind: str, count: int) -> list[list[int]]:
+    """Tokens of prompts of a kind: questions by the chat template, where the model has one, or texts to go on with."""
+    from accel.reference.kinds import prompts, questions
+
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    if not tokenizer.config.templates:
+        return [tokenizer.encode(text) for text in prompts(kind, count)]
+    asked = [[{"role": "user", "content": text}] for text in questions(kind, count)]
+    return [tokenizer.apply_chat_template(messages) for messages in asked]
+
+
 def _prompts(
-    plain: CompiledModel, drafting: CompiledModel, group: Sequence[str], tokens: int, repeat: int,
+    plain: CompiledModel, drafting: CompiledModel, ids: Sequence[list[int]], tokens: int, repeat: int,
     temperature: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Prompts that run together, both ways in turns: the ratio of each pair of runs, and what the last one with drafts
     did.
     """
-    assert plain.tokenizer is not None
-    ids = [plain.tokenizer.encode(prompt) for prompt in group]
     if (longest := max(map(len, ids))) + tokens > plain.facts.max_context:
         raise InputError(
             f"a prompt of {longest} tokens plus {tokens} new tokens exceeds max_context = "

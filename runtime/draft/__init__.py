@@ -34,7 +34,11 @@ class More(Protocol):
 
 
 class Drafter(ABC):
-    """What drafts for one row, from its prompt to its end; it may remember what it saw."""
+    """What drafts for one row, from its prompt to its end; it may remember what it saw. `free`: what it drafts depends
+    on tokens and what it was told of them, not on which drafts were checked.
+    """
+
+    free: ClassVar[bool] = True
 
     @abstractmethod
     def draft(self, seen: Ints, limit: int) -> Tree:
@@ -61,6 +65,10 @@ class Drafters(ABC):
         0.0  # what a drafted token costs, in plain steps of the target, as far as is known before
     )
     probes: bool = False  # whether it can `probe`
+    free: bool = False  # whether each draft runs no model, and depends on no earlier one: it may be asked beside steps
+    opening: float = (
+        0.0  # plain steps that its first draft, or probe, takes beside, as far as is known before
+    )
 
     @property
     def joins(self) -> bool:
@@ -155,6 +163,9 @@ class _Each(Drafters):
     drafters: list[Drafter]
     rows: Sequence[Row]
     joins = True
+
+    def __post_init__(self) -> None:
+        self.free = all(one.free for one in self.drafters)
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         return {i: self.drafters[i].draft(self.rows[i].seen, limit) for i, limit in limits.items()}

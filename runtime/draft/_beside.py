@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -15,17 +14,15 @@ from accel.runtime.decode.row import Row
 from accel.runtime.draft._by_logits import ByModel
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Base as Sampler
-from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.follow import Follower, opening, reads_whole
 
 CHAIN = 4  # tokens of a draft that would have been
-WHOLE = (
-    1 / 8
-)  # of the plain steps that a row may still take: what reading the whole of its prompt may cost
+SURE = 2  # drafts that are made before more than the end of a prompt is read
 
 
 class Beside(ByModel):
-    """Where all rows are greedy they look back first, at the end of their prompts only; the whole of a prompt is read
-    when there are drafts, and enough tokens to come.
+    """Where all rows are greedy they look back first. At first they read the end of their prompts only; the whole of a
+    prompt is read where drafts were made, and enough tokens are to come.
     """
 
     def __init__(
@@ -39,6 +36,9 @@ class Beside(ByModel):
         super().__init__(rows, context, vocab_size, draft_cost)
         self._follower, self._context = follower, context
         self.probes = all(row.sampler.greedy for row in rows)
+        self._made = 0  # drafts
+        if context.model is not None and context.model.draft_model is not None:
+            self.opening = opening(context.model.draft_model, context, rows)
 
     @property
     def joins(self) -> bool:
@@ -52,23 +52,13 @@ class Beside(ByModel):
         super().leave(order)
         self._follower.leave(order)
 
-    @cached_property
-    def _reading(self) -> float:
-        """Plain steps that a token of a prompt takes; 0: unknown."""
-        model, known = self._context.model, self._context.costs
-        if model is None or model.draft_model is None or known is None:
-            return 0.0
-        costs = model.draft_model.costs
-        return costs.seconds[-1] / costs.tokens[-1] / known.seconds[0]
-
     @property
     def kv_bytes(self) -> int:
         return self._follower.kv_bytes
 
     def probe(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
         known = {i: self.rows[i].prompt.size for i in rows}
-        for i, count in known.items():
-            self._follower.ending(i, count)
+        self._end(rows)
         seen = {i: self.rows[i].seen for i in rows if self.most(i, 1) > 0}
         found = self._follower.probe(seen, known) if seen else {}
         return [
@@ -79,14 +69,20 @@ class Beside(ByModel):
         """These rows draft: read from now on the whole of those where that pays. It comes before `most`, as there is
         less room behind a whole row.
         """
+        self._end(rows)
+        self._made += 1
+        model = None if self._context.model is None else self._context.model.draft_model
         for i in rows:
             row, size = self.rows[i], self.rows[i].seen.size
-            if (
-                self._follower.cut[i]
-                and size * self._reading < WHOLE * row.left
-                and self._follower.most(size, 1) > 0
-            ):
-                self._follower.whole(i)
+            if self._follower.cut[i] and self._made > SURE and self._follower.most(size, 1) > 0:
+                if model is None or reads_whole(model, self._context, row):
+                    self._follower.whole(i)
+
+    def _end(self, rows: Iterable[int]) -> None:
+        """Read these rows from near the end of their prompts on, where nothing is known of what drafts are worth."""
+        if self._context.costs is not None:
+            for i in rows:
+                self._follower.ending(i, self.rows[i].prompt.size)
 
     def follow(self, rows: Sequence[int]) -> Logits:
         """Let the model hold these rows' committed tokens: the logits [B,1,V] after each."""

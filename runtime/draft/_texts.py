@@ -34,9 +34,10 @@ class ByText(Drafters):
         here: Tokenizer,
         there: Tokenizer,
         draft_cost: float,
+        opening: float = 0.0,
     ):
         """`here`: the target's tokenizer; `there`: the draft model's."""
-        self.draft_cost = draft_cost
+        self.draft_cost, self.opening = draft_cost, opening
         self._rows = rows
         self._follower = Follower(draft_model, len(rows))
         self._ends = there.special | set(draft_model.facts.eos)

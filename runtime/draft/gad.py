@@ -20,6 +20,7 @@ from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.inputs.text import same_tokens
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import empty
+from accel.runtime.speculation.guard import steps_of
 from accel.runtime.tree import Tree
 
 OWN = "diffusion"  # of accel.reference: the bundled model that fills masks
@@ -54,16 +55,19 @@ class Gad(Base):
             raise InputError(
                 "draft.gad: the model that fills masks has another tokenizer; build with one of the same tokens"
             )
-        known, cost = context.costs, 0.0
-        if known is not None:  # a block in one call
-            theirs = draft_model.costs
-            cost = theirs.seconds[-1] / theirs.tokens[-1] / known.seconds[0]
+        cost, opening = 0.0, 0.0
+        if context.costs is not None:  # a block in one call
+            theirs, count = draft_model.costs, len(rows)
+            most = theirs.tokens[-1]
+            cost = steps_of(theirs, count * most, context.costs, count) / most
+            opening = steps_of(theirs, sum(row.prompt.size for row in rows), context.costs, count)
         return _Blocks(
             empty(draft_model, len(rows)),
             draft_model.facts.diffusion,
             rows,
             session.vocab_size,
             cost,
+            opening,
         )
 
 
@@ -75,8 +79,9 @@ class _Blocks(Drafters):
         rows: Sequence[Row],
         vocab_size: int,
         cost: float,
+        opening: float,
     ):
-        self.draft_cost = cost
+        self.draft_cost, self.opening = cost, opening
         self._session, self._rows, self._vocab = session, rows, vocab_size
         self._mask, self._shift = diffusion.mask, int(diffusion.shift)
         self._text = np.zeros(len(rows), np.int64)  # tokens of each row that its slots hold

@@ -25,6 +25,7 @@ from accel.runtime.draft._by_logits import ByLogits
 from accel.runtime.draft._texts import ByText
 from accel.runtime.inputs.text import same_tokens
 from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.guard import steps_of
 from accel.runtime.speculation.heir import Heir
 from accel.runtime.tree import Tree
 
@@ -79,15 +80,20 @@ class Model(Base):
             )
         branches = context.methods["tree"].branches
         known, here, there = context.costs, context.model.tokenizer, draft_model.tokenizer
-        host = LEVEL if branches else TOKEN
-        draft_cost = (draft_model.costs.seconds[0] + host) / known.seconds[0] if known else 0.0
+        count, draft_cost, reading = len(rows), 0.0, 0.0
+        if known:
+            host = (LEVEL if branches else TOKEN) / known.seconds[0]
+            draft_cost = host + steps_of(draft_model.costs, count, known, count)
+            reading = steps_of(
+                draft_model.costs, sum(row.prompt.size for row in rows), known, count
+            )
         if here is not None and there is not None and not same_tokens(here, there):
             if branches:
                 raise InputError(
                     "draft.model: the draft model has another tokenizer, which supports chains "
                     "only; build with tree = chain"
                 )
-            return ByText(draft_model, rows, here, there, draft_cost)
+            return ByText(draft_model, rows, here, there, draft_cost, reading)
         follower = (
             Heir(draft_model, rows, session, branches)
             if self.path == SELF

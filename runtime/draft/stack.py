@@ -20,6 +20,7 @@ from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
+from accel.runtime.draft._watch import stood
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
@@ -128,6 +129,7 @@ class _Stacked(Drafters):
         self.rows, self.members = rows, members
         self._cost, self._union, self._opened = cost, union, opened
         self._odds = _Record()
+        self.free = all(one.free for one in members)
         self._open: dict[int, list[_Draft]] = {i: [] for i in range(len(rows))}
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
@@ -207,14 +209,7 @@ class _Draft:
 
     def stood(self, seen: Ints) -> int | None:
         """How many of its tokens came; None: some are still to come."""
-        node, stood = ROOT, 0
-        for token in seen[self.start : self.start + self.depth].tolist():
-            after = self.tree.children(node)
-            found = [child for child in after if self.tree.tokens[child] == token]
-            if not found:
-                return stood
-            node, stood = found[0], stood + 1
-        return None if self.tree.children(node) else stood
+        return stood(self.tree, seen[self.start :])
 
 
 class _Record:
@@ -250,11 +245,11 @@ class _Record:
 
     def told(self, draft: _Draft, seen: Ints) -> bool:
         """Whether it is known by now what came of a draft; then the odds hear of it."""
-        stood = draft.stood(seen)
-        if stood is None:
+        count = draft.stood(seen)
+        if count is None:
             return False
         for odds in (self._all[draft.whose], self.of(draft)):
-            odds.observe([(draft.depth, stood)])
+            odds.observe([(draft.depth, count)])
         return True
 
 

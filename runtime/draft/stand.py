@@ -157,6 +157,7 @@ class _Stand(ByModel):
 
     def __init__(self, of: Stand, rows: Sequence[Row], context: DecodeContext, vocab_size: int):
         super().__init__(rows, context, vocab_size, 0.0)
+        self.free = all(row.sampler.greedy for row in rows)  # else it draws tokens
         self._kept = of.kept
         self._memories: list[Memory] = [
             Memory(of.bytes, of.kept) if context.store is None else context.store for _ in rows

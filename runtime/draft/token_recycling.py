@@ -58,7 +58,7 @@ class _Recycled(Drafters):
     matrices: list[Matrix]
     shapes: list[Shape]
     drafted: dict[int, Tree] = field(default_factory=dict)
-    joins = True
+    joins = free = True
 
     def join(self, other: Self) -> None:
         self.matrices += other.matrices

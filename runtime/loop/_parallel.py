@@ -19,8 +19,8 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop import Base
 from accel.runtime.loop.speculative import DRAFTS_RELY, reach
 from accel.runtime.session.session import Session
-from accel.runtime.speculation.follow import Follower, second
-from accel.runtime.speculation.guard import Guard, round_costs
+from accel.runtime.speculation.follow import Follower, opening, reads_whole, second
+from accel.runtime.speculation.guard import TRIAL, Guard, round_costs
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Chance, Target, match
 
@@ -76,7 +76,12 @@ class _Rounds(Rounds):
         self._chances = [Chance(row.rng) for row in rows]
         self._pending = [np.zeros(0, np.int64) for _ in rows]
         self._reach = reach(session.capabilities)
-        self._guard = None if context.costs is None else Guard(context.costs, session.batch)
+        self._context, self._second = context, second(context, of)
+        self._made = 0  # rounds with a draft beside
+        self._guard = None
+        if context.costs is not None:
+            reading = opening(self._second, context, rows)
+            self._guard = Guard(context.costs, session.batch, opening=reading)
         self._round_cost = round_costs(context.costs, session.batch)
         self._plain: list[float] = []  # seconds of the first steps, without a draft beside them
         begin_figures(rows)
@@ -143,7 +148,20 @@ class _Rounds(Rounds):
         texts = {i: text for i, text in texts.items() if self._follower.most(text.size, 1) > 0}
         if not texts:
             return {}
+        self._read(list(texts))
         return self._of.drafted(self._follower, texts, {i: self._rows[i].seen.size for i in texts})
+
+    def _read(self, rows: list[int]) -> None:
+        """Let the draft model read the ends of prompts, and once it has drafted the whole of those where that is
+        little beside the steps to come.
+        """
+        self._made += 1
+        for i in rows if self._guard is not None else ():
+            row = self._rows[i]
+            self._follower.ending(i, row.prompt.size)
+            sure = self._made > TRIAL and self._follower.cut[i] > 0
+            if sure and reads_whole(self._second, self._context, row):
+                self._follower.whole(i)
 
     def _called(self, live: list[int]) -> Logits:
         """The logits [B,T,V] after each row's last token and after each pending one."""

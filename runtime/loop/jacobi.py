@@ -68,6 +68,8 @@ class _Blocks(DraftBase):
 class _Block(Drafter):
     """Of one row. `_guesses` [n]: those of its block that were not accepted; None: the newest token begins another."""
 
+    free = False  # a call says what its next guesses are
+
     def __init__(self, prompt: Ints, size: int):
         self._prompt, self._size = prompt, size
         self._draw = np.random.default_rng(0)  # what is guessed changes no token that comes

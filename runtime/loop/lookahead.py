@@ -109,7 +109,8 @@ class _Rounds(Rounds):
 
     def run(self) -> list[tuple[int, int]]:
         live, rows = self.live, self._rows
-        rests = self._guard is not None and not self._guard.limit
+        size = self._method.widest - 1
+        rests = self._guard is not None and not self._guard.affords(size, self._method.ngram - 1)
         start = clock.now()
         calls = {} if rests else {i: self._windows[i].call(rows[i]) for i in live}
         room = np.minimum(self._session.max_context - self._session.lengths, self._session.room)

@@ -4,7 +4,7 @@ accepts or rejects.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,6 +18,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds, begin_figures, picked
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters
+from accel.runtime.draft._watch import LOOK, Drafted, Watch, foretold
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Paces
 from accel.runtime.loop import Base
@@ -31,12 +32,13 @@ from accel.runtime.verify import Chance, Target, Verdict
 
 # of every loop that drafts: `session.capabilities` says the same of what was built
 DRAFTS_RELY = frozenset({Invariant.DECODE_WIDTH, Invariant.REWIND})
+FORETELLING = 0.5  # plain steps that it may take to hold drafts against the ends of prompts
 
 
 @dataclass(frozen=True)
 class Speculative(Base):
     """Rows draft independently and share each call, padded on the right; a row without a draft takes one
-    token in it. Drafting pauses while it is slower than plain decoding (`length/_guard.py`).
+    token in it. Drafting pauses while it is slower than plain decoding (`speculation/guard.py`).
     """
 
     asks = {"draft": "", "verify": "spec-chain", "length": "fixed"}
@@ -67,6 +69,7 @@ def reach(capabilities: Capabilities) -> int:
 class _Rounds(Rounds):
     def __init__(self, session: Session, rows: Sequence[Row], context: DecodeContext):
         super().__init__(session, rows)
+        self._context = context
         self._reach = reach(session.capabilities)
         self._draft, self._rule = context.methods["draft"], context.methods["verify"]
         self._chances = [Chance(row.rng) for row in rows]
@@ -77,10 +80,15 @@ class _Rounds(Rounds):
         draft_cost, costs = self._drafters.draft_cost, context.costs
         probes = self._drafters.probes
         shaping = (self._draft, context.methods.get("tree", self._draft))
-        shaped = not probes and any(Invariant.CHAINS in one.breaks for one in shaping)
-        self._guard = (
-            None if costs is None else Guard(costs, session.batch, draft_cost, shaped, probes)
-        )
+        trees = any(Invariant.CHAINS in one.breaks for one in shaping)
+        given = trees and not probes, probes, self._drafters.free, self._drafters.opening
+        self._guard = None if costs is None else Guard(costs, session.batch, draft_cost, *given)
+        self._watch, self._looked = (
+            Watch(),
+            0.0,
+        )  # drafts beside plain steps, and their seconds of this round
+        self._look_at = min(self._reach, MOST if trees else LOOK)  # tokens of one
+        self._prompts = self._drafters.free  # whether they are still to be looked at
         self._paces: Paces = context.methods["length"].open(self._rows, self._cost)
         self._drafting = 0.0  # the drafters' time of this round, in seconds
         self._computed: int | None = None  # tokens of this round's call, if of chains
@@ -105,6 +113,7 @@ class _Rounds(Rounds):
         self._chances += other._chances
         self._drafters.join(other._drafters)
         self._paces.join(other._paces)
+        self._watch.drop()
         other._guard = self._guard  # whose costs the paces of its rows go by
         if self._guard is not None:
             self._guard.of_batch(self._session.batch)
@@ -113,22 +122,24 @@ class _Rounds(Rounds):
         self._chances = picked(self._chances, order)
         self._drafters.leave(order)
         self._paces.leave(order)
+        self._watch.drop()
         if self._guard is not None:
             self._guard.of_batch(self._session.batch)
 
     def run(self) -> list[tuple[int, int]]:
-        self._drafts, self._most, self._computed = [], 0, None
-        start = clock.now()
+        self._drafts, self._most, self._computed, self._looked = [], 0, None, 0.0
+        start, begun = clock.now(), self._time()
         limit = self._limit()
         trees = self._drafted(limit)
+        self._drafting = self._time() - begun
         if not any(map(len, trees.values())):
-            return self._plain(list(trees), start, told=limit > 0)
+            return self._plain(list(trees), start, limit)
         held, kept = self._session.lengths, dict[int, list[int]]()
         before = {i: len(self._rows[i].tokens) for i in trees}
         called = clock.now()
         branches = any(tree.branch is not None for tree in trees.values())
         logits = self._called(trees, branches)
-        self._drafting, call = called - start, clock.now() - called
+        call = clock.now() - called
         try:
             for i, tree in trees.items():
                 try:
@@ -156,20 +167,69 @@ class _Rounds(Rounds):
             start = clock.now()
             drafts = self._drafters.probe(self.live)
             self._guard.probe(drafts, clock.now() - start)
+        if self._guard.watching:
+            self._look(self._guard)
         return min(self._reach, self._guard.limit)
 
-    def _plain(self, live: list[int], start: float, told: bool) -> list[tuple[int, int]]:
-        """A round in which no row has a draft, as quick as any loop's; `told`: whether drafters hear of it."""
+    def _look(self, guard: Guard) -> None:
+        """See what became of drafts that were made beside plain steps, and make others where it is still to be seen
+        whether they pay.
+        """
+        start = clock.beside()
+        if self._prompts:
+            self._prompts = False
+            for drafts in self._foretold(start + FORETELLING * guard.step):
+                guard.watch(drafts, 0.0)
+        if found := self._watch.found(self._rows, self._padded):
+            guard.watch(found, 0.0)
+        if guard.limit:
+            self._watch.drop()
+        elif not self._watch.open:
+            live = self.live
+            limits = {i: min(self._look_at, self._rows[i].left - 1) for i in live}
+            limits = {i: most for i, most in limits.items() if most > 0}
+            trees = self._drafters.draft(limits, self._paces) if limits else {}
+            self._watch.put(trees, self._rows, live)
+        self._looked = clock.beside() - start
+
+    def _foretold(self, until: float) -> Iterator[list[Drafted]]:
+        """What drafts would have been of the last tokens of the prompts."""
+
+        def drafting(heads: Sequence[Row]) -> Callable[[Mapping[int, int]], Mapping[int, Tree]]:
+            drafters = self._draft.open(self._session, heads, self._context)
+            return lambda limits: drafters.draft(limits, self._paces)
+
+        prompts = {id(row.prompt): row.prompt for row in (self._rows[i] for i in self.live)}
+        limit = min(self._reach, MOST)
+        return foretold(
+            drafting, list(prompts.values()), limit, self._padded, lambda: clock.beside() < until
+        )
+
+    @property
+    def _padded(self) -> bool:
+        """Whether a call computes as much for each row as for the one of most tokens."""
+        counts = np.ones(len(self._rows), np.int64)
+        counts[0] = 1 + LOOK
+        return self._session.computed(counts) > int(counts.sum())
+
+    def _plain(self, live: list[int], start: float, limit: int) -> list[tuple[int, int]]:
+        """A round in which no row has a draft, as quick as any loop's; `limit`: of those that were asked for, of which
+        drafters hear, as of those that are watched.
+        """
         rows, taken = self._rows, list[tuple[int, int]]()
+        watching = not limit and self._guard is not None and self._guard.watching
+        told = limit > 0 or watching
         called = clock.now()
         logits = self._call(live)
-        self._drafting, call = called - start, clock.now() - called
+        call = clock.now() - called
         try:
             for i in live:
                 try:
                     token = rows[i].pick(logits[i, 0])
                     if told:
+                        observed = clock.beside()
                         self._observe(i, NONE, Verdict((), token), logits[i])
+                        self._looked += clock.beside() - observed
                     rows[i].accept(token, logits[i, 0])
                 except Exception as error:
                     rows[i].fail(error)
@@ -184,6 +244,8 @@ class _Rounds(Rounds):
         whole = clock.now() - start
         if self._guard is not None:
             self._guard.rest(whole)
+            if watching:
+                self._guard.watch([], self._looked)
         rows[0].clock(self._drafting, call, whole)  # for all
         return taken
 
@@ -277,9 +339,13 @@ class _Rounds(Rounds):
 
     def _observe(self, i: int, tree: Tree, verdict: Verdict, logits: Logits) -> None:
         """Tell the drafters, whose time it is."""
-        start = clock.now()
+        start = self._time()
         self._drafters.observe(i, tree, verdict, logits)
-        self._drafting += clock.now() - start
+        self._drafting += self._time() - start
+
+    def _time(self) -> float:
+        """Seconds, for what the drafters take: calls of a model, or what the host does beside."""
+        return clock.now() if self._drafters.draft_cost else clock.beside()
 
     def _weigh(
         self, kept: dict[int, list[int]], back: bool, drafting: float, seconds: float

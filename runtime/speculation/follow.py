@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,16 +11,21 @@ from accel.ir.errors import InputError
 from accel.ir.invariants import Method
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext, Model
+from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import same_tokens
 from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.session import Session
+from accel.runtime.speculation.guard import steps_of
 
 TAIL, BACK, WIDE = (
     16,
     16,
     64,
 )  # to look back: tokens of a prompt that are read, new ones asked for, most of one call
+WHOLE = (
+    1 / 16
+)  # of the plain steps that a row may still take: what reading the whole of its prompt may cost
 
 
 def second(context: DecodeContext, loop: Method) -> Model:
@@ -46,6 +51,22 @@ def empty(model: Model, batch: int) -> Session:
     if session.batch < batch:
         session.select(np.arange(batch) % session.batch)
     return session
+
+
+def opening(model: Model, context: DecodeContext, rows: Sequence[Row]) -> float:
+    """Plain steps that it takes to read the ends of these rows' prompts (`Follower.ending`)."""
+    if context.costs is None:
+        return 0.0
+    tokens = sum(min(row.prompt.size, 2 * TAIL) for row in rows)
+    return steps_of(model.costs, tokens, context.costs, len(rows))
+
+
+def reads_whole(model: Model, context: DecodeContext, row: Row) -> bool:
+    """Whether reading all of a row takes little beside the steps that are still to come."""
+    if context.costs is None:
+        return True
+    each = steps_of(model.costs, model.costs.tokens[-1], context.costs, 1) / model.costs.tokens[-1]
+    return row.seen.size * each < WHOLE * row.left
 
 
 class Follower:
@@ -92,7 +113,7 @@ class Follower:
         first = not keep.any()
         logits = self.run({i: ids[int(keep[i]) :] for i, ids in rows.items()}, prompt=first)
         for i, ids in rows.items():
-            self._sure[i] = ids.size if sure is None else sure[i]
+            self._sure[i] = ids.size if sure is None else sure[i] - self.cut[i]
         return logits
 
     def probe(

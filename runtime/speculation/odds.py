@@ -12,9 +12,14 @@ class Odds:
     the place before it, as tokens of a draft are much alike.
     """
 
-    def __init__(self, fade: float, of: Odds | None = None):
-        """`of`: the odds of more drafts, these among them, which a place that was tested little goes by."""
+    def __init__(
+        self, fade: float, of: Odds | None = None, prior: float = PRIOR, weight: float = WEIGHT
+    ):
+        """`of`: the odds of more drafts, these among them, which a place that was tested little goes by. `prior`: the
+        chance that a first draft goes by, and `weight` the tokens that it counts for.
+        """
         self._fade, self._of = fade, of
+        self._prior, self._weight = prior, weight
         self._stood: list[float] = []  # by place
         self._tested: list[float] = []
 
@@ -41,13 +46,13 @@ class Odds:
 
     def chances(self, most: int) -> list[float]:
         """Of a token at places 0 … `most` - 1 to stand, where those before it do."""
-        found, chance = list[float](), PRIOR
+        found, chance = list[float](), self._prior
         of = None if self._of is None else self._of.chances(most)
         for place in range(most):
             chance = chance if of is None else of[place]
             if place < len(self._tested):
-                tested = self._tested[place] + WEIGHT
-                chance = (self._stood[place] + WEIGHT * chance) / tested
+                tested = self._tested[place] + self._weight
+                chance = (self._stood[place] + self._weight * chance) / tested
             found.append(chance)
         return found
 

@@ -144,9 +144,7 @@ def looked(stands, steps, hears=True, beside=0.0, reading=8):
 
 
 def test_a_drafter_that_looks_back_is_not_tried_in_vain():
-    assert looked(0.0, 96) > 0.95 > 0.9 > looked(0.0, 96, hears=False), (
-        "one that is not listened to"
-    )
+    assert looked(0.0, 96) > 0.95 > looked(0.0, 96, hears=False), "one that is not listened to"
     assert looked(0.95, 400) > 1.5, "one that pays is heard"
 
 
@@ -173,3 +171,90 @@ def test_a_call_without_padding_costs_what_its_tokens_do():
             guard.observe((2 * 11 + 6) / 8, [(10, 10)] * 2, 0, computed=computed)
         limits.append(guard.limit)
     assert limits[0] == limits[1] == 0 < limits[2]
+
+
+FLAT, STEEP = Costs((1, 32), (1.0, 1.1)), Costs((1, 32), (1.0, 40.0))
+
+
+def test_where_no_draft_pays_nothing_is_looked_at():
+    for given in ({"probes": True}, {"watches": True}, {"shaped": True}, {}):
+        guards = [Guard(costs, 1, **given) for costs in (FLAT, STEEP)]
+        for guard in guards:
+            for _ in range(8):
+                guard.rest(1.0)
+        cheap, dear = guards
+        assert cheap.due or cheap.watching or cheap.limit
+        assert not (dear.due or dear.watching or dear.limit)
+
+
+def test_drafts_are_made_once_what_would_have_been_says_so():
+    for stood, pays in ((3, True), (0, False)):
+        guard = Guard(Costs((1, 32), (1.0, 8.0)), 1, watches=True)
+        assert guard.limit == 0 and guard.watching
+        guard.watch([(3, stood, 3)], 0.0)
+        guard.watch([(3, stood, 3)], 0.0)
+        assert (guard.limit > 0) == pays
+    guard = Guard(Costs((1, 2, 32), (1.0, 1.6, 9.0)), 1, watches=True)
+    for stood in (0, 1, 0, 1):  # every second, for six tenths of a step
+        guard.watch([(1, stood, 1)], 0.0)
+    assert guard.limit == 0
+
+
+def test_looking_that_takes_long_ends():
+    """A fifth of a step each time is more than may be lost for long; a hundredth is not."""
+    looks = []
+    for each in (0.2, 0.01):
+        guard, count = Guard(FLAT, 1, watches=True), 0
+        for _ in range(96):
+            if guard.watching:
+                guard.watch([(1, 0, 1)], each)
+                count += 1
+            guard.rest(1.0)
+        looks.append(count * each)
+    assert looks[0] < 4.8 and looks[1] == pytest.approx(0.96)
+
+
+def test_a_tree_pays_by_what_all_of_it_costs():
+    for nodes, pays in ((4, True), (30, False)):
+        guard = Guard(Costs((1, 32), (1.0, 8.0)), 1, shaped=True, watches=True)
+        guard._won = _guard.KEPT
+        for _ in range(4):
+            guard.watch([(3, 2, nodes)], 0.0)
+        assert (guard.limit > 0) == pays
+
+
+def test_what_a_first_draft_takes_is_waited_for():
+    guard, steps = Guard(FLAT, 1, opening=2.0), 0
+    while not guard.limit:
+        guard.rest(1.0)
+        steps += 1
+    assert 22 < steps < 32, "half a step more than it may lose, at two hundredths a step"
+    probing = Guard(FLAT, 1, probes=True, opening=2.0)
+    for _ in range(_guard.FIRST):
+        probing.rest(1.0)
+    assert not probing.due and probing.limit == 0
+    cheap = Guard(FLAT, 1, probes=True, opening=1.0)
+    for _ in range(_guard.FIRST):
+        cheap.rest(1.0)
+    assert cheap.due
+
+
+def test_a_round_of_one_size_is_run_where_it_can_pay_and_be_lost():
+    guard = Guard(Costs((1, 32), (1.0, 7.2)), 1)
+    assert guard.affords(5, 4) and not guard.affords(5, 1), "it gives less than it costs"
+    assert not guard.affords(20, 20), "it could lose four steps"
+    for _ in range(4):
+        guard.observe(5, [(4, 4)], 0)
+    assert guard.affords(20, 20), "after as much was won"
+
+
+def test_a_loss_ends_rounds_at_once():
+    """No round begins that could lose more than is left."""
+    guard, lost = Guard(Costs((1, 32), (1.0, 13.4)), 1), 0.0
+    for _ in range(96):
+        if limit := guard.limit:
+            lost += guard.cost(limit) - 1
+            guard.observe(1, [(limit, 0)], 0)
+        else:
+            guard.rest(1.0)
+    assert 0 < lost < 0.05 * 96

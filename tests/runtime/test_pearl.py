@@ -54,7 +54,8 @@ def context(toy, every=3, costs=None, fails=0):
         return toy.session(batch=batch, wrap=lambda backend: Errs(backend, every, fails))
 
     facts = SimpleNamespace(max_batch=toy.batch)
-    beside = SimpleNamespace(session=session, tokenizer=None, facts=facts)
+    little = Costs((1, 32), (0.1, 0.2))
+    beside = SimpleNamespace(session=session, tokenizer=None, facts=facts, costs=little)
     return DecodeContext(costs=costs, model=SimpleNamespace(draft_model=beside, tokenizer=None))
 
 

@@ -333,7 +333,8 @@ def test_drafts_that_do_not_pay_are_left_for_a_while(toy, prompts, monkeypatch):
     for costs, wrong in ((FREE, 1), (DEAR, 1), (DEAR, 0)):
         with toy.session(batch=3) as session:
             rows = rows_of(group, limit=120)
-            list(speculated(session, rows, Known(found, wrong=wrong), costs=costs))
+            drafter = Known(found, wrong=wrong, free=False)
+            list(speculated(session, rows, drafter, costs=costs))
             assert [row.tokens for row in rows] == list(found.values())
             rounds[costs is FREE, wrong] = dict(rows[0].drafting)
     assert rounds[True, 1]["fallback"] == 0 and rounds[True, 1]["rounds"] == 118

@@ -2,11 +2,16 @@
 
     python tools/bench/bench_speculation.py [--prompts 3] [--tokens 96] [--repeat 3] [--only NAME ...]
         [--batch 1 --batch 8] [--temperature 0 --temperature 0.8] [--page docs/figures]
+        [--model FILE [--draft FILE]]
 
 A case is a recipe, a batch and a temperature. Each is built and measured (accel-compile bench --speculation) in turn;
 its result is kept in build/speculation as soon as it is there, one file each, and not measured again with the same
 settings and weights. A case that fails is told, and the others go on. --page writes docs/figures/speculation.md with
-its pictures out of those that there are.
+its pictures out of those that there are. At the end the ratios are printed, a table for each batch and temperature.
+
+--model is another model, a GGUF file or a Hugging Face folder, whose results are kept in a folder of its name; --draft
+the smaller one that drafts for it. Recipes that need one are left out without. A model with a chat template answers
+questions of the same six kinds.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -24,17 +29,18 @@ from typing import Annotated, Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "pages"))
 import typer
-from bench_speculation_page import write
+from bench_speculation_page import ratios, write
 from results import folder
 from rich.progress import track
 
 import accel
 from accel.commands.speculation import measure
-from accel.ir.recipe import groups
+from accel.ir.recipe import Recipe, groups
 from accel.reference.kinds import KINDS, prompts
 
 MODEL = Path(str(files("accel.reference")))
 RESULTS = folder("speculation")
+CONTEXT = 2048  # of another model than the bundled one
 PEERS = ("transformers prompt lookup", "transformers assisted")
 BATCHES, TEMPERATURES = (1, 8), (0.0, 0.8)
 app = typer.Typer(add_completion=False)
@@ -47,10 +53,18 @@ class Case:
     name: str
     batch: int = 1
     temperature: float = 0.0
+    model: Path = field(default=MODEL, repr=False)
+    draft: Path | None = field(default=None, repr=False)  # of another model than the bundled one
+
+    @property
+    def folder(self) -> Path:
+        if self.model == MODEL:
+            return RESULTS
+        return folder("speculation", self.model, *([self.draft] if self.draft else []))
 
     @property
     def file(self) -> Path:
-        return RESULTS / f"{self.name}.{self.batch}.{self.temperature:g}.json"
+        return self.folder / f"{self.name}.{self.batch}.{self.temperature:g}.json"
 
     def kept(self, count: int, tokens: int, repeat: int) -> bool:
         """Whether there is its result, of as many prompts, tokens and runs."""
@@ -68,13 +82,28 @@ def recipes() -> list[str]:
     return [name for group in groups() if group.name == "speculation" for name in group.recipes]
 
 
-def cases(names: list[str], batches: list[int], temperatures: list[float]) -> list[Case]:
-    """A whole table after the other."""
+def cases(
+    names: list[str], batches: list[int], temperatures: list[float], *model: Any
+) -> list[Case]:
+    """A whole table after the other; `model`: as in Case."""
     found = []
     for temperature in temperatures:
         for batch in batches:
-            found += [Case(name, batch, temperature) for name in names if name != "transformers"]
+            found += [
+                Case(name, batch, temperature, *model) for name in names if name != "transformers"
+            ]
     return found + [Case(name) for name in names if name == "transformers"]
+
+
+def given_to(name: str, model: Path, draft: Path | None) -> Recipe | None:
+    """A recipe for a model, with its draft model; None where it needs one and none is given."""
+    recipe = Recipe.load(name)
+    mine = recipe.tables.get("draft", {})
+    if model == MODEL or mine.get("use") != "model":
+        return recipe
+    if draft is None:
+        return None
+    return replace(recipe, tables={**recipe.tables, "draft": {**mine, "path": str(draft)}})
 
 
 @app.command()
@@ -94,14 +123,24 @@ def run(
     page: Annotated[
         Path | None, typer.Option(help="The folder of the page; nothing is measured.")
     ] = None,
+    model: Annotated[
+        Path, typer.Option(help="A GGUF file or a Hugging Face folder.", exists=True)
+    ] = MODEL,
+    draft: Annotated[
+        Path | None, typer.Option(help="The model that drafts for --model.", exists=True)
+    ] = None,
 ) -> None:
-    """Measure what is not measured yet, or write the page."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    """Measure what is not measured yet and print the ratios, or write the page of the bundled model."""
+    Case("", model=model, draft=draft).folder.mkdir(parents=True, exist_ok=True)
     if page is not None:
         write(page, [json.loads(f.read_text()) for f in sorted(RESULTS.glob("*.json"))], recipes())
         return
-    names = only or [*recipes(), "transformers"]
-    wanted = cases(names, batch or list(BATCHES), temperature or list(TEMPERATURES))
+    names = only or [*recipes(), *(["transformers"] if model == MODEL else [])]
+    if model != MODEL:
+        out = [name for name in names if given_to(name, model, draft) is None]
+        names = [name for name in names if name not in out]
+        print(f"left out, as they need --draft: {', '.join(out) or 'none'}")
+    wanted = cases(names, batch or list(BATCHES), temperature or list(TEMPERATURES), model, draft)
     options = {"count": count, "tokens": tokens, "repeat": repeat}
     todo, failed = [case for case in wanted if not case.kept(**options)], list[Case]()
     for case in track(todo, f"{len(todo)} cases"):
@@ -114,6 +153,10 @@ def run(
         part = case.file.with_suffix(".part")  # a result is there whole or not at all
         part.write_text(json.dumps(found))
         part.rename(case.file)
+    done = [
+        json.loads(c.file.read_text()) for c in wanted if c not in failed and c.name in recipes()
+    ]
+    print("\n".join(ratios(done)))
     for case in failed:
         print(f"FAILED {case}")
     if failed:
@@ -123,9 +166,14 @@ def run(
 def _measured(case: Case, **options: int) -> dict[str, Any]:
     if case.name == "transformers":
         return peers(**options)
-    artifact = RESULTS / "artifacts" / case.name
+    artifact = case.folder / "artifacts" / case.name
     if not artifact.exists():
-        accel.optimize(MODEL, case.name, out=artifact, verify=False, max_batch=max(BATCHES)).close()
+        recipe = given_to(case.name, case.model, case.draft)
+        assert recipe is not None, "left out"
+        context = {} if case.model == MODEL else {"max_context": CONTEXT}
+        accel.optimize(
+            case.model, recipe, out=artifact, verify=False, max_batch=max(BATCHES), **context
+        ).close()
     found = measure(artifact, batch=case.batch, temperature=case.temperature, **options)
     return {"name": case.name, **found}
 

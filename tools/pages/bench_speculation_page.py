@@ -45,6 +45,14 @@ def write(folder: Path, results: list[Result], names: Sequence[str]) -> None:
     (folder / "speculation.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
+def ratios(results: list[Result]) -> list[str]:
+    """Lines of a table of each batch and temperature: the ratios of each recipe and kind."""
+    found = list[str]()
+    for key in sorted({_key(r) for r in results}):
+        found += ["", _told(key), "", *_table([r for r in results if _key(r) == key])]
+    return found
+
+
 def _key(result: Result) -> tuple[float, int]:
     return result["temperature"], result["batch"]
 

@@ -20,6 +20,14 @@ def weights(reference: Path = REFERENCE) -> str:
     return found.hexdigest()[:12]
 
 
-def folder(name: str) -> Path:
-    """Of the results of a page, on the weights that are there now."""
-    return ROOT / "build" / name / weights()
+def folder(name: str, *models: Path) -> Path:
+    """Of the results of a page, on the weights that are there now; or of these models, as their files are now."""
+    if not models:
+        return ROOT / "build" / name / weights()
+    found = sha256()
+    for model in models:
+        for path in sorted(model.rglob("*")) if model.is_dir() else [model]:
+            found.update(
+                f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}\n".encode()
+            )
+    return ROOT / "build" / name / f"{models[0].stem}-{found.hexdigest()[:12]}"
