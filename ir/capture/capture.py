@@ -19,6 +19,7 @@ from accel.ir.capture.inspect import inspect
 from accel.ir.capture.prepare import prepared
 from accel.ir.capture.traits import ModelTraits
 from accel.ir.capture.weights_check import check_weights
+from accel.ir.errors import CaptureError
 from accel.ir.openmp import rest_late
 from accel.ir.program import Program
 from accel.ir.weights import Stored
@@ -52,5 +53,11 @@ def capture_inspected(
         check_weights(ready, traits)
         exported = export(ready, traits)
         program = convert(exported)
-        check(program, ready, traits)
+        try:
+            check(program, ready, traits)
+        except CaptureError:
+            if not exported.repeated:
+                raise
+            program = convert(export(ready, traits, whole=True))  # layers may share Python state
+            check(program, ready, traits)
     return program
