@@ -8,9 +8,10 @@ given as many tensors of the same shapes and types, and the same plain values.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -230,7 +231,7 @@ def _kind(layer: nn.Module, counting: set[tuple[type, str, str]]) -> Hashable:
         found.append((path, type(module)))
         for key, value in module.__dict__.items():
             if key not in _OWN and (type(layer), path, key) not in counting:
-                found.append((path, key, _value(value)))
+                found.append((path, key, _value(value, module)))
     first: dict[int, str] = {}
     for path, tensor in _tensors(layer).items():
         alike = first.setdefault(id(tensor), path)
@@ -238,16 +239,18 @@ def _kind(layer: nn.Module, counting: set[tuple[type, str, str]]) -> Hashable:
     return tuple(found)
 
 
-def _value(value: Any) -> Hashable:
-    """What makes two values equal: what they hold where they are plain, else which object they are."""
+def _value(value: Any, owner: nn.Module) -> Hashable:
+    """What makes two values of modules equal: what they hold where they are plain, else which object they are."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value), tuple(map(_value, value))
+        return type(value), tuple(_value(v, owner) for v in value)
     if isinstance(value, dict):
-        return type(value), tuple((_value(k), _value(v)) for k, v in value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value), _value(vars(value))
+        return type(value), tuple((_value(k, owner), _value(v, owner)) for k, v in value.items())
+    if isinstance(value, partial):
+        return partial, tuple(_value(v, owner) for v in (value.func, value.args, value.keywords))
+    if isinstance(value, MethodType) and value.__self__ is owner:
+        return MethodType, id(value.__func__)
     return id(value)
 
 
