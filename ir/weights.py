@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from accel.ir.scratch import folder_of_files
+from accel.ir.scratch import folder_of_files, give_back
 
 Change = Callable[[Tensor], Tensor]
-HELD = 1 << 28  # bytes of parameters that are kept between several runs of a program
+HELD = 1 << 27  # bytes of parameters that are kept between several runs of a program
 
 
 class Pages:
@@ -39,11 +39,12 @@ class Pages:
     the next reading maps it again. Nothing may be written into these tensors.
     """
 
-    LIMIT = 1 << 28  # bytes read between two times of giving back
+    LIMIT = 1 << 26  # bytes read between two times of giving back
 
     def __init__(self) -> None:
         self._maps: list[mmap.mmap] = []
         self._read = 0
+        self._written = 0
         self._scratch: Any = None
 
     def keep(self, tensor: Tensor) -> Stored:
@@ -63,6 +64,10 @@ class Pages:
             self._scratch.write(part.contiguous().flatten().view(torch.uint8).numpy().data)
         self._scratch.flush()
         size = self._scratch.tell() - start
+        self._written += size
+        if self._written >= self.LIMIT // 8:  # what codes are computed with is several times as large
+            self._written = 0
+            give_back()
         mapped = mmap.mmap(self._scratch.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
         self._maps.append(mapped)
         flat = torch.frombuffer(mapped, dtype=dtype)
@@ -226,6 +231,7 @@ class Weights(MutableMapping[str, Tensor]):
             yield
         finally:
             self._held = None
+            give_back()
 
     def __setitem__(self, name: str, value: Tensor | Stored) -> None:
         self._items[name] = Stored.of(value)

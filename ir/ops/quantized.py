@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accel.ir.ops.op import Op
 
+_PART = 1 << 23  # elements of a weight that are float32 at a time: of a large vocabulary it is larger than the model
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., n] below 2^bits -> bytes [..., ceil(n * bits / 8)], uint8."""
@@ -46,7 +47,7 @@ def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Te
         codes -= 2 ** (bits - 1)
     else:
         codes -= unpack(zeros, bits)[:, : scales.shape[1], None]
-    weight: Tensor = (codes * scales.unsqueeze(-1)).flatten(1)
+    weight: Tensor = codes.mul_(scales.unsqueeze(-1)).flatten(1)
     return weight
 
 
@@ -69,7 +70,13 @@ def exact_linear(
     block: int,
 ) -> Tensor:
     """`quantized_linear` of inputs as they are: only the weights lie in few bits."""
-    return F.linear(x, dequantize(q, scales, zeros, bits)[:, : x.shape[-1]], bias)
+    rows = max(1, _PART * len(q) // max(1, q.numel() * 8 // bits))
+    found = []
+    for start in range(0, len(q), rows):
+        own = slice(start, start + rows)
+        weight = dequantize(q[own], scales[own], None if zeros is None else zeros[own], bits)
+        found.append(F.linear(x, weight[:, : x.shape[-1]], None if bias is None else bias[own]))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 def exact_expert_linear(
