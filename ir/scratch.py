@@ -18,16 +18,16 @@ def folder_of_files() -> str:
     return here or ("/var/tmp" if os.path.isdir("/var/tmp") else tempfile.gettempdir())
 
 
-def give_back() -> None:
+def trim() -> None:
     """Return memory that was freed to the system. GNU's allocator keeps what tensors of up to 32 MB took, in pieces that
     larger ones do not fit into: of a model of 135M weights half a gigabyte.
     """
-    if (trim := _trim()) is not None:
-        trim(0)
+    if (call := _malloc_trim()) is not None:
+        call(0)
 
 
 @cache
-def _trim() -> Any:
+def _malloc_trim() -> Any:
     """The allocator's own function, where it has one."""
     try:
         return ctypes.CDLL(None).malloc_trim

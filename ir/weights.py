@@ -21,14 +21,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from accel.ir.scratch import folder_of_files, give_back
+from accel.ir.scratch import folder_of_files, trim
 
 Change = Callable[[Tensor], Tensor]
 HELD = 1 << 27  # bytes of parameters that are kept between several runs of a program
@@ -40,12 +41,14 @@ class Pages:
     """
 
     LIMIT = 1 << 26  # bytes read between two times of giving back
+    _all: ClassVar[WeakSet[Pages]] = WeakSet()
 
     def __init__(self) -> None:
         self._maps: list[mmap.mmap] = []
         self._read = 0
         self._written = 0
         self._scratch: Any = None
+        self._all.add(self)
 
     def keep(self, tensor: Tensor) -> Stored:
         """A tensor written to a nameless temporary file, and read from there."""
@@ -67,7 +70,7 @@ class Pages:
         self._written += size
         if self._written >= self.LIMIT // 8:  # what codes are computed with is several times as large
             self._written = 0
-            give_back()
+            trim()
         mapped = mmap.mmap(self._scratch.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
         self._maps.append(mapped)
         flat = torch.frombuffer(mapped, dtype=dtype)
@@ -92,6 +95,14 @@ class Pages:
         for mapped in self._maps:
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
+
+
+    @classmethod
+    def give_back(cls) -> None:
+        """Give back the pages of all files, and what was freed: for between the parts of a build."""
+        for pages in list(cls._all):
+            pages.release()
+        trim()
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +242,7 @@ class Weights(MutableMapping[str, Tensor]):
             yield
         finally:
             self._held = None
-            give_back()
+            Pages.give_back()
 
     def __setitem__(self, name: str, value: Tensor | Stored) -> None:
         self._items[name] = Stored.of(value)

@@ -22,8 +22,7 @@ from accel.ir.capture.weights_check import check_weights
 from accel.ir.errors import CaptureError
 from accel.ir.openmp import rest_late
 from accel.ir.program import Program
-from accel.ir.scratch import give_back
-from accel.ir.weights import Stored
+from accel.ir.weights import Pages, Stored
 
 
 def capture(
@@ -52,7 +51,7 @@ def capture_inspected(
     rest_late()
     with prepared(model, traits, stored) as ready:
         check_weights(ready, traits)
-        give_back()
+        Pages.give_back()
         exported = export(ready, traits)
         program = convert(exported)
         try:
@@ -62,5 +61,5 @@ def capture_inspected(
                 raise
             program = convert(export(ready, traits, whole=True))  # layers may share Python state
             check(program, ready, traits)
-    give_back()
+    Pages.give_back()
     return program

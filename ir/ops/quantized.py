@@ -71,12 +71,15 @@ def exact_linear(
 ) -> Tensor:
     """`quantized_linear` of inputs as they are: only the weights lie in few bits."""
     rows = max(1, _PART * len(q) // max(1, q.numel() * 8 // bits))
-    found = []
+    if rows >= len(q):
+        return F.linear(x, dequantize(q, scales, zeros, bits)[:, : x.shape[-1]], bias)
+    out = x.new_empty(*x.shape[:-1], len(q))
     for start in range(0, len(q), rows):
         own = slice(start, start + rows)
-        weight = dequantize(q[own], scales[own], None if zeros is None else zeros[own], bits)
-        found.append(F.linear(x, weight[:, : x.shape[-1]], None if bias is None else bias[own]))
-    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        part = None if zeros is None else zeros[own]
+        weight = dequantize(q[own], scales[own], part, bits)[:, : x.shape[-1]]
+        out[..., own] = F.linear(x, weight, None if bias is None else bias[own])
+    return out
 
 
 def exact_expert_linear(
