@@ -19,8 +19,8 @@ def folder_of_files() -> str:
 
 
 def trim() -> None:
-    """Return memory that was freed to the system. GNU's allocator keeps what tensors of up to 32 MB took, in pieces that
-    larger ones do not fit into: of a model of 135M weights half a gigabyte.
+    """Return memory that was freed to the system. GNU's allocator keeps what tensors of up to 32 MB took, in pieces
+    that larger ones do not fit into: of a model of 135M weights half a gigabyte.
     """
     if (call := _malloc_trim()) is not None:
         call(0)

@@ -68,7 +68,9 @@ class Pages:
         self._scratch.flush()
         size = self._scratch.tell() - start
         self._written += size
-        if self._written >= self.LIMIT // 8:  # what codes are computed with is several times as large
+        if (
+            self._written >= self.LIMIT // 8
+        ):  # what codes are computed with is several times as large
             self._written = 0
             trim()
         mapped = mmap.mmap(self._scratch.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
@@ -95,7 +97,6 @@ class Pages:
         for mapped in self._maps:
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
-
 
     @classmethod
     def give_back(cls) -> None:

@@ -23,7 +23,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from accel.ir.ops.op import LIBRARY
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-_OWN = {"_modules", "_parameters", "_buffers"}  # what a module's attributes hold, told apart from the rest
+_OWN = {
+    "_modules",
+    "_parameters",
+    "_buffers",
+}  # what a module's attributes hold, told apart from the rest
 
 
 def _like(index: int, given: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
@@ -298,7 +302,10 @@ def _placeholders(exported: ExportedProgram, root: nn.Module) -> dict[int, fx.No
 
 
 def _body(
-    call: _Traced, borders: Mapping[int, fx.Node], nodes: list[fx.Node], order: Mapping[fx.Node, int]
+    call: _Traced,
+    borders: Mapping[int, fx.Node],
+    nodes: list[fx.Node],
+    order: Mapping[fx.Node, int],
 ) -> list[fx.Node]:
     """The nodes of a traced layer. Raises NotRepeated where they cannot be copied."""
     name = type(call.layer).__name__
@@ -364,7 +371,10 @@ def _renamed(node: fx.Node, before: str, after: str) -> dict[str, Any]:
     """The modules that a node comes from, of another layer."""
     stack = node.meta.get("nn_module_stack") or {}
     return {
-        key: (f"{after}{path[len(before) :]}" if f"{path}.".startswith(f"{before}.") else path, kind)
+        key: (
+            f"{after}{path[len(before) :]}" if f"{path}.".startswith(f"{before}.") else path,
+            kind,
+        )
         for key, (path, kind) in stack.items()
     }
 

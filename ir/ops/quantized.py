@@ -16,7 +16,10 @@ from torch import Tensor
 
 from accel.ir.ops.op import Op
 
-_PART = 1 << 23  # elements of a weight that are float32 at a time: of a large vocabulary it is larger than the model
+_PART = (
+    1 << 23
+)  # elements of a weight that are float32 at a time: of a large vocabulary it is larger than the model
+
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., n] below 2^bits -> bytes [..., ceil(n * bits / 8)], uint8."""
