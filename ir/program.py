@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -53,6 +52,8 @@ class Program:
     spelling: Sequence[str] | None = None  # the text of each token, where a pass goes by it
     beside: Program | None = None  # another model without state, where a pass goes by it
     traces: dict[Any, Any] = field(default_factory=dict)  # of accel.ir.trace; copies share them
+    # what operators gave for fake operands of some shapes: layers are alike, and arithmetic on symbols is slow
+    shapes: dict[Any, Tensor] = field(default_factory=dict)
     examples: dict[str, Tensor] = field(
         default_factory=dict
     )  # of inputs with a default: for checks
@@ -213,8 +214,6 @@ def symbolic_size(fake: Any, example: int) -> Any:
     return fake.from_tensor(torch.empty(example), symbolic_context=context).shape[0]
 
 
-# What operators gave for operands of some shapes: layers are alike, and arithmetic on symbols is slow.
-_SHAPES: WeakKeyDictionary[Any, dict[Hashable, Tensor]] = WeakKeyDictionary()
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
 
 
@@ -264,13 +263,14 @@ class Editor:
         args = map_arg(node.args, lambda n: n.meta["val"])
         kwargs = map_arg(node.kwargs, lambda n: n.meta["val"])
         assert callable(node.target)
-        known, key = _SHAPES.setdefault(self.fake, {}), _form((node.target, args, kwargs))
-        if key is not None and key in known:
-            return known[key]
+        form = _form((node.target, args, kwargs))
+        key = (self.fake, form)
+        if key in self.program.shapes:
+            return self.program.shapes[key]
         with shapes_in_python(), self.fake, torch.no_grad():
             value = node.target(*args, **kwargs)
-        if key is not None and isinstance(value, Tensor) and not free_unbacked_symbols(value):
-            known[key] = value
+        if form is not None and isinstance(value, Tensor) and not free_unbacked_symbols(value):
+            self.program.shapes[key] = value
         return value
 
     def param(self, name: str, tensor: Tensor | None = None) -> fx.Node:

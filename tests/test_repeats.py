@@ -12,6 +12,7 @@ from accel.ir.capture import capture as capturing
 from accel.ir.capture import export as exporting
 from accel.ir.capture.capture import capture
 from accel.ir.capture.repeats import repeats
+from accel.ir.program import Editor
 
 REST = ["qwen3", "gemma2", "gpt2", "gpt_neox", "opt", "phi3"]
 ALIKE = ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in REST)]
@@ -154,3 +155,19 @@ def test_the_modules_are_put_back():
     assert torch.equal(
         model.layers[0](torch.ones(8)), Block.forward(model.layers[0], torch.ones(8))
     )
+
+
+def test_shapes_are_those_of_the_operator_and_what_it_is_given(captured):
+    """An operator's shape is worked out once for operands of a kind, and again for others."""
+    program = captured("llama")
+    editor, aten = Editor(program, program.step.graph), torch.ops.aten
+    node = program.nodes(aten.linear.default)[0]
+    with node.graph.inserting_before(node.next):
+        first, again = (editor.call(aten.relu.default, node) for _ in range(2))
+        ways = [editor.call(aten.transpose.int, node, *axes) for axes in ((0, 1), (1, 2), (0, 1))]
+        sizes = [editor.call(aten.nonzero.default, node) for _ in range(2)]
+    shapes = [w.meta["val"].shape for w in ways]
+    b, t, n = node.meta["val"].shape
+    assert first.meta["val"] is again.meta["val"]
+    assert shapes == [torch.Size((t, b, n)), torch.Size((b, n, t)), torch.Size((t, b, n))]
+    assert sizes[0].meta["val"].shape[0] is not sizes[1].meta["val"].shape[0]
