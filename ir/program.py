@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    StatelessSymbolicContext,
+    free_unbacked_symbols,
+)
 from torch.fx.node import map_arg
 
 import accel.ir.ops  # noqa: F401  (registers the dialect)
@@ -48,6 +52,8 @@ class Program:
     spelling: Sequence[str] | None = None  # the text of each token, where a pass goes by it
     beside: Program | None = None  # another model without state, where a pass goes by it
     traces: dict[Any, Any] = field(default_factory=dict)  # of accel.ir.trace; copies share them
+    # what operators gave for fake operands of some shapes: layers are alike, and arithmetic on symbols is slow
+    shapes: dict[Any, Tensor] = field(default_factory=dict)
     examples: dict[str, Tensor] = field(
         default_factory=dict
     )  # of inputs with a default: for checks
@@ -208,6 +214,28 @@ def symbolic_size(fake: Any, example: int) -> Any:
     return fake.from_tensor(torch.empty(example), symbolic_context=context).shape[0]
 
 
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
+
+
+def _form(value: Any) -> Hashable | None:
+    """What a result's shape, strides and type depend on; none where that cannot be told, or an operand is written."""
+    if isinstance(value, Tensor):
+        sizes = _form((*value.shape, *value.stride()))
+        return None if sizes is None else (sizes, value.dtype, value.requires_grad)
+    if isinstance(value, torch.SymInt):
+        return torch.SymInt, value.node.expr
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch._ops.OpOverload):
+        return None if value._schema.is_mutable else value
+    if isinstance(value, (list, tuple)):
+        parts = tuple(map(_form, value))
+        return None if None in parts else parts
+    if isinstance(value, dict):
+        return _form(tuple(value.items()))
+    return None
+
+
 class Editor:
     """Inserts nodes whose shapes are known at once: each operator is run on its operands' fake values."""
 
@@ -235,8 +263,15 @@ class Editor:
         args = map_arg(node.args, lambda n: n.meta["val"])
         kwargs = map_arg(node.kwargs, lambda n: n.meta["val"])
         assert callable(node.target)
+        form = _form((node.target, args, kwargs))
+        key = (self.fake, form)
+        if key in self.program.shapes:
+            return self.program.shapes[key]
         with shapes_in_python(), self.fake, torch.no_grad():
-            return node.target(*args, **kwargs)
+            value = node.target(*args, **kwargs)
+        if form is not None and isinstance(value, Tensor) and not free_unbacked_symbols(value):
+            self.program.shapes[key] = value
+        return value
 
     def param(self, name: str, tensor: Tensor | None = None) -> fx.Node:
         """Read a parameter; `tensor` is its value where it is new."""

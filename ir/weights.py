@@ -21,17 +21,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from accel.ir.scratch import folder_of_files
+from accel.ir.scratch import folder_of_files, trim
 
 Change = Callable[[Tensor], Tensor]
-HELD = 1 << 28  # bytes of parameters that are kept between several runs of a program
+HELD = 1 << 27  # bytes of parameters that are kept between several runs of a program
 
 
 class Pages:
@@ -39,12 +40,15 @@ class Pages:
     the next reading maps it again. Nothing may be written into these tensors.
     """
 
-    LIMIT = 1 << 28  # bytes read between two times of giving back
+    LIMIT = 1 << 26  # bytes read between two times of giving back
+    _all: ClassVar[WeakSet[Pages]] = WeakSet()
 
     def __init__(self) -> None:
         self._maps: list[mmap.mmap] = []
         self._read = 0
+        self._written = 0
         self._scratch: Any = None
+        self._all.add(self)
 
     def keep(self, tensor: Tensor) -> Stored:
         """A tensor written to a nameless temporary file, and read from there."""
@@ -63,6 +67,12 @@ class Pages:
             self._scratch.write(part.contiguous().flatten().view(torch.uint8).numpy().data)
         self._scratch.flush()
         size = self._scratch.tell() - start
+        self._written += size
+        if (
+            self._written >= self.LIMIT // 8
+        ):  # what codes are computed with is several times as large
+            self._written = 0
+            trim()
         mapped = mmap.mmap(self._scratch.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
         self._maps.append(mapped)
         flat = torch.frombuffer(mapped, dtype=dtype)
@@ -87,6 +97,13 @@ class Pages:
         for mapped in self._maps:
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
+
+    @classmethod
+    def give_back(cls) -> None:
+        """Give back the pages of all files, and what was freed: for between the parts of a build."""
+        for pages in list(cls._all):
+            pages.release()
+        trim()
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +243,7 @@ class Weights(MutableMapping[str, Tensor]):
             yield
         finally:
             self._held = None
+            Pages.give_back()
 
     def __setitem__(self, name: str, value: Tensor | Stored) -> None:
         self._items[name] = Stored.of(value)

@@ -13,6 +13,7 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError, PassError, RecipeError
 from accel.ir.facts import Facts
 from accel.ir.program import Program
+from accel.ir.weights import Pages
 
 
 @dataclass
@@ -118,6 +119,7 @@ def run(
                 raise PassError(f"{named(step)} changed nothing. Nearest miss: {nearest}")
             verify(program, name)
             changed = changed or report.changed > 0
+            Pages.give_back()
             if check and changed and last:
                 error = _measure(check, step, program)
         except AccelError:

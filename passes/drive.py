@@ -119,7 +119,7 @@ def decoded(
         if packs and end < calls[-1]:
             (store_all if _flush(program) else keep_all)(program, buffers, end)
             base = end
-    return torch.cat(found, dim=1)
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
 def run_again(program: Program, tokens: Tensor) -> Iterator[tuple[Tensor, slice]]:

@@ -19,9 +19,10 @@ from accel.ir.capture.inspect import inspect
 from accel.ir.capture.prepare import prepared
 from accel.ir.capture.traits import ModelTraits
 from accel.ir.capture.weights_check import check_weights
+from accel.ir.errors import CaptureError
 from accel.ir.openmp import rest_late
 from accel.ir.program import Program
-from accel.ir.weights import Stored
+from accel.ir.weights import Pages, Stored
 
 
 def capture(
@@ -50,7 +51,15 @@ def capture_inspected(
     rest_late()
     with prepared(model, traits, stored) as ready:
         check_weights(ready, traits)
+        Pages.give_back()
         exported = export(ready, traits)
         program = convert(exported)
-        check(program, ready, traits)
+        try:
+            check(program, ready, traits)
+        except CaptureError:
+            if not exported.repeated:
+                raise
+            program = convert(export(ready, traits, whole=True))  # layers may share Python state
+            check(program, ready, traits)
+    Pages.give_back()
     return program

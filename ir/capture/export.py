@@ -21,6 +21,7 @@ from accel.ir.capture.exported import first_names
 from accel.ir.capture.flex import flex_written_out
 from accel.ir.capture.forms import forms
 from accel.ir.capture.prepare import Prepared
+from accel.ir.capture.repeats import NotRepeated, repeats, unroll
 from accel.ir.capture.sdpa import causal_at_any_length
 from accel.ir.capture.traits import ModelTraits
 from accel.ir.errors import CaptureError
@@ -36,6 +37,7 @@ _PREFIX = "model."  # of the adapter's one child; parameters keep the user's own
 class Exported:
     """What `convert` makes a program of. names: every name of a tensor -> the one that it keeps; `prefix` comes
     off it. stored: for stand-ins, where the values lie. output: which of the flat outputs the logits are.
+    repeated: whether layers are copies of others.
     """
 
     program: ExportedProgram
@@ -45,10 +47,11 @@ class Exported:
     prefix: str = ""
     stored: Mapping[str, Stored] = field(default_factory=dict)
     output: int = 0
+    repeated: bool = False
 
 
-def export(model: Prepared, traits: ModelTraits) -> Exported:
-    """Export a model; a program that the user exported is taken as it is.
+def export(model: Prepared, traits: ModelTraits, whole: bool = False) -> Exported:
+    """Export a model; a program that the user exported is taken as it is. `whole`: trace every layer.
 
     Raises:
         CaptureError: the module gives no logits, sees later tokens, or cannot be exported.
@@ -62,12 +65,14 @@ def export(model: Prepared, traits: ModelTraits) -> Exported:
     logits = _settled(model, adapter, traits, given)
     facts.diffusion = both_ways(adapter.model, traits, lambda: model(*given.values()), logits)
     with torch.no_grad(), forms(adapter.model, traits.swaps.forms):
-        program = _export(adapter, traits, given, facts)
+        program, repeated = _export(adapter, traits, given, facts, whole)
     facts.set_vocabulary(int(logits.shape[-1]))
     facts.notes += [*model.notes, *traits.encoder_notes]
     tensors = dict(_named_tensors(adapter))
     stored = {n: model.stored[t] for n, t in tensors.items() if t in model.stored}
-    return Exported(program, facts, tuple(given), first_names(tensors), _PREFIX, stored)
+    return Exported(
+        program, facts, tuple(given), first_names(tensors), _PREFIX, stored, repeated=repeated
+    )
 
 
 def _inputs(traits: ModelTraits) -> dict[str, Tensor]:
@@ -97,9 +102,11 @@ def _settled(
 
 
 def _export(
-    adapter: Adapter, traits: ModelTraits, given: dict[str, Tensor], facts: Facts
-) -> ExportedProgram:
-    """Export with B, T and X symbolic; a table made for some longest sequence lowers `max_context`."""
+    adapter: Adapter, traits: ModelTraits, given: dict[str, Tensor], facts: Facts, whole: bool
+) -> tuple[ExportedProgram, bool]:
+    """Export with B, T and X symbolic, and whether layers are copies; a table made for some longest sequence lowers
+    `max_context`.
+    """
     longest = facts.max_context if facts.max_context > given["tokens"].shape[1] + 1 else None
     again = False
     while True:
@@ -112,9 +119,7 @@ def _export(
         ]
         try:
             with _silence(), flex_written_out(), causal_at_any_length(), plain_strides(), lean():
-                return torch.export.export(
-                    adapter, tuple(given.values()), dynamic_shapes=_as_taken(shapes), strict=False
-                )
+                return _traced(adapter, tuple(given.values()), _as_taken(shapes), whole)
         except Exception as error:
             found = _end_of_guard(str(error), traits.table_sizes | {traits.own_limit})
             if found is None or again:
@@ -123,6 +128,19 @@ def _export(
             facts.max_context = found
             facts.notes.append(f"max_context is {found}: a table of the model ends there")
         longest, again = found, True
+
+
+def _traced(
+    adapter: Adapter, given: tuple[Tensor, ...], shapes: Any, whole: bool
+) -> tuple[ExportedProgram, bool]:
+    """The exported program, and whether layers are copies of others in it."""
+    if not whole:
+        with repeats(adapter) as found:
+            program = torch.export.export(adapter, given, dynamic_shapes=shapes, strict=False)
+        with contextlib.suppress(NotRepeated):
+            unroll(program, adapter, found)
+            return program, bool(found.again)
+    return torch.export.export(adapter, given, dynamic_shapes=shapes, strict=False), False
 
 
 def _as_taken(shapes: list[Any]) -> tuple[Any, ...]:

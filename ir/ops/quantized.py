@@ -16,6 +16,10 @@ from torch import Tensor
 
 from accel.ir.ops.op import Op
 
+_PART = (
+    1 << 23
+)  # elements of a weight that are float32 at a time: of a large vocabulary it is larger than the model
+
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., n] below 2^bits -> bytes [..., ceil(n * bits / 8)], uint8."""
@@ -46,7 +50,7 @@ def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Te
         codes -= 2 ** (bits - 1)
     else:
         codes -= unpack(zeros, bits)[:, : scales.shape[1], None]
-    weight: Tensor = (codes * scales.unsqueeze(-1)).flatten(1)
+    weight: Tensor = codes.mul_(scales.unsqueeze(-1)).flatten(1)
     return weight
 
 
@@ -69,7 +73,16 @@ def exact_linear(
     block: int,
 ) -> Tensor:
     """`quantized_linear` of inputs as they are: only the weights lie in few bits."""
-    return F.linear(x, dequantize(q, scales, zeros, bits)[:, : x.shape[-1]], bias)
+    rows = max(1, _PART * len(q) // max(1, q.numel() * 8 // bits))
+    if rows >= len(q):
+        return F.linear(x, dequantize(q, scales, zeros, bits)[:, : x.shape[-1]], bias)
+    out = x.new_empty(*x.shape[:-1], len(q))
+    for start in range(0, len(q), rows):
+        own = slice(start, start + rows)
+        part = None if zeros is None else zeros[own]
+        weight = dequantize(q[own], scales[own], part, bits)[:, : x.shape[-1]]
+        out[..., own] = F.linear(x, weight, None if bias is None else bias[own])
+    return out
 
 
 def exact_expert_linear(

@@ -21,6 +21,7 @@ from accel.passes.weights import Base
 from accel.passes.weights._blocks import BLOCKS, OFFSETS, Packed, Site, insert, sites, stacked
 
 aten = torch.ops.aten
+_CHUNK = 1 << 22  # codes that are packed at a time
 _SAME = 1e-3  # step of its codes that a row may be off: nothing is rounded
 
 
@@ -96,7 +97,6 @@ def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
     if order is not None:
         if not torch.equal(codes.groups[order], torch.arange(columns) // group):  # type: ignore[index]
             return f"its groups are not of {group} columns each"
-        q = q[:, order]
     many = -(-columns // group)
     fitting = [
         b for b in BLOCKS if group % b == 0 or (many == 1 and (b <= columns or b == BLOCKS[0]))
@@ -110,17 +110,17 @@ def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
     bits = 4 if codes.bits <= 4 else 8
     per_block = torch.arange(blocks) * block // group
     scales, zeros = codes.scales[:, per_block], zeros[:, per_block]
-    symmetric = _centred(q, zeros, bits)
-    if symmetric is not None:
-        q = symmetric
-    q = F.pad(q, (0, blocks * block - columns)).unflatten(1, (blocks, block))
-    return Packed(
-        pack(q, bits),
-        scales.contiguous(),
-        None if symmetric is not None else pack(zeros, bits),
-        bits,
-        block,
-    )
+    shift = _to_middle(q, zeros, bits)
+    packed: list[Tensor] = []
+    for part in q.split(max(1, _CHUNK // columns)):
+        if order is not None:
+            part = part[:, order]
+        if shift:
+            part = (part.short() + shift).to(torch.uint8)
+        part = F.pad(part, (0, blocks * block - columns)).unflatten(1, (blocks, block))
+        packed.append(pack(part, bits))
+    offsets = pack(zeros, bits) if shift is None else None
+    return Packed(torch.cat(packed), scales.contiguous(), offsets, bits, block)
 
 
 def _experts(experts: Sequence[Codes]) -> Packed | str:
@@ -148,18 +148,16 @@ def _uncentred(packed: Packed) -> Packed:
     return replace(packed, zeros=pack(middle, packed.bits))
 
 
-def _centred(q: Tensor, zeros: Tensor, bits: int) -> Tensor | None:
-    """The codes moved so that their common zero point is in the middle; none where they have none, or leave the
+def _to_middle(q: Tensor, zeros: Tensor, bits: int) -> int | None:
+    """What moves the codes so that their common zero point is in the middle; none where they have none, or leave the
     range by it.
     """
     zero = int(zeros[0, 0])
     if bool((zeros != zero).any()):
         return None
-    low, high = (int(v) + 2 ** (bits - 1) - zero for v in q.aminmax())
-    if low < 0 or high >= 2**bits:
-        return None
-    moved: Tensor = q.short() + (2 ** (bits - 1) - zero)
-    return moved.to(torch.uint8)
+    shift = 2 ** (bits - 1) - zero
+    low, high = (int(v) + shift for v in q.aminmax())
+    return shift if low >= 0 and high < 2**bits else None
 
 
 def _centred_offsets(codes: Codes) -> Codes:

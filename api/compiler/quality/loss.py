@@ -12,6 +12,7 @@ from torch import Tensor
 from accel.ir.calibration import Calibration
 from accel.ir.ops.experts import expert_linear
 from accel.ir.program import Program
+from accel.ir.weights import Pages
 from accel.passes.calibrate import side_of
 from accel.passes.drive import PROMPT, calls_of, decoded, exits
 
@@ -68,8 +69,11 @@ def loss(before: Program, after: Program, text: Calibration) -> dict[str, Any]:
     for done, part in enumerate(rows.split(together)):
         text.progress(f"measuring the loss: {done * together} of {len(rows)}", 1.0)
         a = decoded(before, part, [0, part.shape[1]], side_of(before, part))[:, first:]
+        Pages.give_back()
         b = decoded(after, part, calls, side_of(after, part))[:, first:]
         moved, surprises = _compared(a, b, part[:, first:])
+        del a, b
+        Pages.give_back()
         apart.append(moved)
         sums += surprises
         predicted += part[:, first + 1 :].numel()

@@ -129,6 +129,9 @@ def _sizes() -> Mapping[int, tuple[str, int, int]]:
     return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
 
 
+_LENGTH = struct.Struct("<Q")  # of a text
+
+
 class _Header:
     """Reads on from the beginning of a file; every count is held against the bytes that are left."""
 
@@ -211,12 +214,28 @@ class _Header:
             )
         kind, count = self._number("I"), self._number("Q")
         if kind == _STRING:
-            return [self._text() for _ in range(self._sane(count, 8, "a list"))]
+            return self._texts(self._sane(count, 8, "a list"))
         if kind not in _NUMBERS:
             raise Damaged(f"its metadata has an array of type {kind}, which accel does not read")
         dtype = np.dtype(_NUMBERS[kind])
         part = self._take(self._sane(count, dtype.itemsize, "a list") * dtype.itemsize)
         return np.frombuffer(part, dtype.newbyteorder("<")).tolist()
+
+    def _texts(self, count: int) -> list[str]:
+        """As `_text` reads them; vocabularies have hundreds of thousands."""
+        found, data, end = list[str](), self._data, len(self._data)
+        for _ in range(count):
+            begin = self._at + 8
+            size = _LENGTH.unpack_from(data, self._at)[0] if begin <= end else end
+            if size > min(_LONGEST, end - begin):
+                found.append(self._text())  # it tells what is wrong
+                continue
+            try:
+                found.append(str(data[begin : begin + size], "utf-8"))
+            except UnicodeDecodeError:
+                found.append(self._text())
+            self._at = begin + size
+        return found
 
     def _text(self) -> str:
         count = self._sane(self._number("Q"), 1, "a text")
