@@ -83,7 +83,7 @@ class Grammar:
         """Raises InputError: llguidance is not installed or does not take it, or there is no tokenizer."""
         if tokenizer is None:
             raise InputError(
-                "structured_outputs needs a tokenizer, but this model has none; build with tokenizer="
+                "structured_outputs needs a tokenizer, but this model has none; build with tokenizer=…"
             )
         llguidance = _library()
         matcher, source = llguidance.LLMatcher, params.source
