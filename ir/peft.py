@@ -36,7 +36,7 @@ _OTHER = (
 )  # fmt: skip
 _FORMS = (  # fields of the configuration, and what they hold where they are set
     ("alpha_pattern", dict, "an object"), ("rank_pattern", dict, "an object"),
-    ("target_parameters", list, "a list of names"),
+    ("target_parameters", list, "a list of names"), ("modules_to_save", list, "a list of names"),
 )  # fmt: skip
 # ways to start training that change the base weights, which the adapter then goes with
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
@@ -72,6 +72,12 @@ class PeftAdapter:
     def parameters(self) -> tuple[str, ...]:
         """The ends of names of parameters that are adapted without a module of their own (experts)."""
         return tuple(self.config.get("target_parameters") or ())
+
+    def own_copy(self, name: str) -> bool:
+        """Whether peft gives the module of this parameter a copy of its own, which is tied to nothing."""
+        module = name.rpartition(".")[0]
+        given = self.config.get("modules_to_save") or ()
+        return any(module == own or module.endswith(f".{own}") for own in given)
 
     @property
     def another(self) -> str:
@@ -184,10 +190,11 @@ def _config(folder: Path) -> dict[str, Any]:
             raise InputError(
                 f"{file}: {name} is {config[name]!r}, not {words}; save the adapter again"
             )
-    if not all(isinstance(name, str) for name in config.get("target_parameters") or ()):
-        raise InputError(
-            f"{file}: target_parameters is {config['target_parameters']!r}, not a list of names; save the adapter again"
-        )
+    for key in ("target_parameters", "modules_to_save"):
+        if not all(isinstance(name, str) for name in config.get(key) or ()):
+            raise InputError(
+                f"{file}: {key} is {config[key]!r}, not a list of names; save the adapter again"
+            )
     start = str(config.get("init_lora_weights", "")).lower()
     if start.startswith(_CHANGED_BASE):
         raise InputError(

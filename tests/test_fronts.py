@@ -62,7 +62,7 @@ def messages():
     """(place, text) of the strings of several words that the package has, docstrings left out."""
     for folder in ("api", "ir", "lowering", "passes", "runtime"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if "commands" not in path.parts and path.name != "cli.py":
+            if "commands" not in path.relative_to(ROOT).parts and path.name != "cli.py":
                 yield from ((f"{path.name}:{line}", text) for line, text in _strings(path))
 
 
@@ -100,6 +100,19 @@ def test_every_message_speaks_of_options_so_that_each_front_can_say_its_own():
     for place, text in named:
         said = options.spelled(text, COMMANDS, "build")
         assert not python.search(said) or "accel." in text, (place, said)
+
+
+def test_advice_names_an_option_with_its_value():
+    """Else it stays Python's word on the command line."""
+    names = "|".join(name for name in sorted(OPTIONS) if "_" in name)
+    words = "give|pass|with|set|raise|lower|larger|smaller|longer|another|higher|leave"
+    bare = re.compile(
+        rf"\b(?:{words}) (?:(?:an?|another|larger|smaller) )*(?:{names})\b(?!=[^\s=])"
+    )
+    cut = re.compile(rf"(?<![\w/.=-])(?:{'|'.join(sorted(OPTIONS))})=(?=$|[\s,;.)])")
+    for wrong in ("build with a larger max_context", "give max_batch = 3", "build with tokenizer="):
+        assert bare.search(wrong) or cut.search(wrong)
+    assert not [one for one in messages() if bare.search(one[1]) or cut.search(one[1])]
 
 
 @pytest.fixture(scope="module")

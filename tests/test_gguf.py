@@ -324,7 +324,7 @@ def key(name, kind):
 HUGE = 2**60
 DAMAGED = {
     "empty": (b"", "it has 0 bytes"),
-    "magic": (b"GGML" + bytes(100), "it begins with b'GGML', not b'GGUF'"),
+    "magic": (b"GGML" + bytes(100), "it begins with the bytes 47 47 4d 4c, not 47 47 55 46 (GGUF)"),
     "version": (header(0, 0, version=1), "it has version 1 of the format, and accel reads 2 and 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "its numbers are big-endian"),
     "short": (b"GGUF\3\0\0\0\0", "at byte 8 it tells of 8 bytes or more, and 1 are left"),

@@ -29,6 +29,7 @@ def one_error(result, *words):
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.exit_code == 1 and len(lines) == 1, result.output
     assert all(word in lines[0] for word in words), lines[0]
+    return lines[0]
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,24 @@ def test_a_name_that_is_nowhere(cache, model, tmp_path):
         assert near in str(raised.value) and "download=True" in str(raised.value)
     one_error(call("build", "org/tiny-lama", "--out", tmp_path / "out"), near, "--download")
     one_error(call("run", "org/tiny-lama", "--tokens", "1"), near, "--download", "an artifact")
-    with pytest.raises(accel.CaptureError, match="does not exist; give a model directory"):
+    with pytest.raises(accel.CaptureError, match="does not exist; give a GGUF file or a model dir"):
         model_folder("a/b/c")
+
+
+def test_a_file_that_is_nowhere_is_no_repository(cache, tmp_path, monkeypatch):
+    """Only what can be compiled is near, and no GGUF file is downloaded by its path."""
+    monkeypatch.chdir(tmp_path)
+    for download in (False, True):
+        with pytest.raises(accel.CaptureError, match="exist; give a GGUF file or") as raised:
+            model_folder("tiny.Q4_1.gguf", download)
+        assert "download" not in str(raised.value)
+    commands = (["build", "tiny.Q4_1.gguf", "--out", "x"], ["run", "tiny.Q4_1.gguf"])
+    Path("choose-tiny.Q4_1.gguf").mkdir()  # results, which nothing compiles
+    for words in commands:
+        assert "did you mean" not in one_error(call(*words), "give a GGUF file")
+    Path("tiny.Q4_0.gguf").write_bytes(b"GGUF")
+    for words in commands:
+        one_error(call(*words), "did you mean tiny.Q4_0.gguf?")
 
 
 def test_a_cache_with_nothing_in_it(cache):

@@ -215,6 +215,27 @@ def test_a_tied_head_is_not_adapted_alone(tmp_path):
         values(model, folder)
 
 
+HEAD, TABLE = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(("saved", "other"), [(HEAD, TABLE), (TABLE, HEAD)])
+def test_one_of_two_tied_weights_is_not_replaced_alone(tmp_path, saved, other):
+    """peft unties what it saves whole: the other keeps the base model's weight."""
+    model = models.ARCHITECTURES["qwen2"]()
+    new = torch.randn_like(model.lm_head.weight)
+    owned = {"modules_to_save": [saved.split(".")[-2]]}
+    folder = case.written(tmp_path / "one", {saved: new}, **owned)
+    with pytest.raises(InputError, match="are one tensor in the model, .* only .* peft unties"):
+        values(model, folder)
+    both = case.written(tmp_path / "both", {saved: new, other: new.clone()}, **owned)
+    assert torch.equal(values(model, both)["model.embed_tokens.weight"], new)
+    apart = case.written(tmp_path / "apart", {saved: new, other: new + 1}, **owned)
+    with pytest.raises(InputError, match="saves two different ones"):
+        values(model, apart)
+    loaded = case.written(tmp_path / "loaded", {saved: new})  # peft loads it into the tied tensor
+    assert torch.equal(values(model, loaded)["model.embed_tokens.weight"], new)
+
+
 def test_damage_is_named(tmp_path, llama):
     with pytest.raises(InputError, match="does not exist"):
         read_adapter(tmp_path / "none")

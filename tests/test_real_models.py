@@ -1,5 +1,7 @@
 """Models that people know, as files: what they say of themselves, and that accel writes what others write."""
 
+import shutil
+
 import pytest
 import torch
 import transformers as hf
@@ -22,6 +24,7 @@ QUESTIONS = (
     "What is 7 times 8?", "Write one sentence on the sea.", "What does a heap do?", "Who wrote Hamlet?",
 )  # fmt: skip
 STARTS = ("def quicksort(items):\n", "Once upon a time there was a")
+TIE = 1e-4  # of the largest logit
 FILES = ("smollm2-135m", "gemma3-270m", "qwen-coder-0.5b", "qwen-coder-1.5b")
 
 
@@ -59,6 +62,9 @@ def smollm2_folder(smollm2, tmp_path_factory):
 
 
 def prompts(tokenizer):
+    """Tokens of ten: chat where the model has a template, and texts to go on with."""
+    if not tokenizer.config.templates:
+        return [tokenizer.encode(text) for text in (*QUESTIONS, *STARTS)]
     asked = [[{"role": "user", "content": text}] for text in QUESTIONS]
     return [tokenizer.apply_chat_template(turns) for turns in asked] + [
         tokenizer.encode(text) for text in STARTS
@@ -67,7 +73,7 @@ def prompts(tokenizer):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_greedy_texts_are_those_of_transformers_and_llama_cpp(smollm2_folder, tmp_path):
+def test_greedy_texts_are_those_of_transformers(smollm2_folder):
     """64 tokens of ten prompts, or fewer where the model ends its answer."""
     given = prompts(read_tokenizer(None, smollm2_folder))
     with accel.optimize(smollm2_folder, "base", max_context=256, threads=1) as compiled:
@@ -82,15 +88,41 @@ def test_greedy_texts_are_those_of_transformers_and_llama_cpp(smollm2_folder, tm
         assert ours in (wanted, wanted[:-1] if ended else wanted)
         assert ended or len(ours) == 64
     assert any(len(ours) < 64 for ours in found), "none of the answers ends"
-    del model
-    pytest.importorskip("llama_cpp")
-    from llama_logits import Peer
-    from peers.llama_cpp import write_gguf
 
-    write_gguf(smollm2_folder, tmp_path / "floats.gguf")
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", FILES[:3])
+def test_greedy_texts_are_those_of_llama_cpp(name, real_model, tmp_path):
+    """64 tokens of ten prompts, or up to the end of the answer, by both on the same float32 weights. Where a token is
+    another, llama.cpp's two logits are a tie within the noise of sums in another order; what follows then is no
+    longer compared.
+    """
+    pytest.importorskip("llama_cpp")
+    from llama_files import write_decoded
+    from llama_logits import Peer
+
+    file = real_model(name)
+    floats.write(file, tmp_path / "floats")
+    given = prompts(read_tokenizer(None, tmp_path / "floats"))
+    with accel.optimize(tmp_path / "floats", "base", max_context=256, threads=1) as compiled:
+        ends = set(compiled.facts.eos)
+        found = [list(compiled.generate([ids], max_new_tokens=64).tokens[0]) for ids in given]
+    shutil.rmtree(tmp_path / "floats")
+    write_decoded(file, tmp_path / "floats.gguf")
     peer = Peer(tmp_path / "floats.gguf")
     for ids, ours in zip(given, found, strict=True):
-        assert peer.continued(ids, len(ours)) == ours
+        theirs = peer.continued(ids, 64)
+        stop = next((i + 1 for i, token in enumerate(theirs) if token in ends), 64)
+        if ours == theirs[:stop]:
+            continue
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        at = next(i for i, (a, b) in pairs if a != b)
+        logits = peer.logits(ids + theirs[:at])[-1]
+        gap = (logits[theirs[at]] - logits[ours[at]]).item()
+        assert gap < TIE * logits.abs().max(), (ids, at, gap)
+    ended = sum(ours[-1] in ends for ours in found)
+    assert ended or name == "gemma3-270m", "none of the answers ends"
 
 
 @pytest.mark.long

@@ -119,7 +119,7 @@ def test_a_directory_is_refused_by_its_configuration(directory, config, words):
 
 
 def test_a_path_that_is_no_model_directory(tmp_path):
-    refused(tmp_path / "none", "none does not exist; give a model directory")
+    refused(tmp_path / "none", "none does not exist; give a GGUF file or a model directory")
     refused(tmp_path, "holds no config.json; a Hugging Face model directory holds one")
     (tmp_path / "accel.json").write_text("{}")
     refused(tmp_path, "it is an accel artifact: open it with accel.load")

@@ -13,7 +13,7 @@ import pytest
 import accel
 from accel import StructuredOutputsParams
 from accel.commands.demo import reference
-from accel.ir.errors import ExtraError, InputError
+from accel.ir.errors import ExtraError, InputError, shown
 from accel.ir.recipe import Recipe, bundled
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.structured_outputs import Grammar, Guide
@@ -245,6 +245,14 @@ def test_it_streams(model):
     assert "".join(stream) == want.text[0] and stream.finish_reason == "stop"
 
 
+def nested(depth):
+    """A schema of arrays of arrays ..."""
+    of = {"enum": [1]}
+    for _ in range(depth):
+        of = {"type": "array", "items": of}
+    return of
+
+
 INVALID = [
     ({"json": {"type": "foo"}}, "json is not valid: Invalid type: foo"), ({"regex": "[0-9"}, "regex is not valid"),
     ({"regex": "(?=a)b"}, "regex is not valid"), ({"grammar": "start: foo"}, 'unknown name: "foo"'),
@@ -252,14 +260,60 @@ INVALID = [
     ({"regex": 3}, "regex is 3"), ({"choice": []}, "choice is []"), ({"choice": "ab"}, "choice is 'ab'"),
     ({"choice": [""]}, "non-empty"), ({}, "nothing given"), ({"regex": "a", "choice": ["b"]}, "regex and choice given"),
     ({"regex": "a", "disable_any_whitespace": True}, "goes with json only"),
+    ({"json": False}, "the schema false, which no text follows"), ({"json": "false"}, "the schema false"),
+    ({"json": {"const": float("nan")}}, "no JSON schema: Out of range float"),
+    ({"json": '{"const": NaN}'}, "no JSON schema: Out of range float"),
+    ({"json": {"enum": ["\ud83d"]}}, "json holds a lone surrogate"),
+    ({"json": '{"enum": ["\\ud83d"]}'}, "json holds a lone surrogate"),
+    ({"choice": ["\ud83d"]}, "choice holds a lone surrogate"), ({"regex": "\ud83d"}, "regex holds a lone"),
+    ({"grammar": 'start: "\ud83d"'}, "grammar holds a lone surrogate"),
+    ({"json": nested(200)}, "json is not valid: recursion limit exceeded"),
+    ({"json": nested(100_000)}, "no JSON schema: maximum recursion depth"),
+    ({"json": "[" * 100_000}, "json is not JSON: maximum recursion depth"),
+    ({"grammar": "start: <|none|>"}, 'unknown special token: "<|none|>"'),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "said"), INVALID, ids=str)
+@pytest.mark.parametrize(("given", "said"), INVALID, ids=shown)
 def test_what_is_not_valid_is_said_in_a_line(model, given, said):
     with pytest.raises(InputError, match=re.escape(said)) as error:
         model.generate("x", structured_outputs=StructuredOutputsParams(**given))
     assert "\n" not in str(error.value)
+
+
+def chain(depth):
+    """A schema whose references form a chain."""
+    defs = {
+        f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"type": "null"}]} for i in range(depth)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**defs, f"a{depth}": {"type": "integer"}}}
+
+
+def rules(depth, end):
+    """A grammar whose rules form a chain."""
+    return (
+        "start: a0\n" + "".join(f'a{i}: a{i + 1} "x"\n' for i in range(depth)) + f"a{depth}: {end}"
+    )
+
+
+OVERFLOWS = [
+    {"json": {"type": "integer", "minimum": -(2**63) + 1, "maximum": -(2**63) + 7}},
+    {"json": chain(3000)}, {"grammar": rules(6000, '"a"')}, {"grammar": rules(6000, "<|none|>")},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", OVERFLOWS, ids=["integer", "references", "rules", "special"])
+def test_what_overflows_the_stack_of_llguidance_is_refused(model, given):
+    """It ends the process that compiles it."""
+    params = StructuredOutputsParams(**given)
+    with pytest.raises(InputError, match="more than llguidance can compile: .*SIGSEGV"):
+        model.generate("x", structured_outputs=params)
+
+
+def test_the_schema_true_is_any_json(model):
+    params = StructuredOutputsParams(json=True)
+    assert goes_on(model, params, model.tokenizer.encode('{"a": [1, null]}', special=False))
+    assert not goes_on(model, params, model.tokenizer.encode("{a", special=False))
 
 
 def test_without_the_library_or_a_tokenizer_it_is_refused(model, monkeypatch):

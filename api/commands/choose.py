@@ -31,7 +31,8 @@ def choose(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="A Hugging Face model directory, or the id of a repository in the Hugging Face cache (org/name).",
+            help="A Hugging Face model directory, a GGUF file, or the id of a repository in the Hugging Face cache "
+            "(org/name).",
         ),
     ],
     prompts: Annotated[
@@ -143,6 +144,7 @@ def _show(choice: Choice, page: Path) -> None:
         *(("note", note) for note in choice.notes),
         *((why, ", ".join(names)) for why, names in summary.beside(found).items()),
         ("not tried for lack of time", ", ".join(choice.untried)),
+        ("to try them", choice.untried and "give the same command again: it goes on from here"),
         ("refused", ", ".join(choice.refused)),
         ("reasons, pictures", page),
     ])  # fmt: skip

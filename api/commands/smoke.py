@@ -29,7 +29,8 @@ def smoke(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model directory, a config.json, a transformers model type, or package.module:callable.",
+            help="A model directory, a GGUF file, a config.json, a transformers model type, or "
+            "package.module:callable.",
         ),
     ],
     recipe: Annotated[
@@ -49,7 +50,7 @@ def smoke(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Test a model architecture in seconds, without its weights.
+    """Test a model architecture without its weights: a recipe in seconds, all in minutes.
 
     Builds a clone of two layers (more if the layer pattern is longer) with random weights, with every
     recipe and target, and compares it with the module in PyTorch: prefill, single-token decoding,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import typer
 from accel.commands import options
 from accel.commands.console import progress
 from accel.ir.errors import CaptureError, InputError, extra
+from accel.ir.fields import MANIFEST
 from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 
 if TYPE_CHECKING:
@@ -93,18 +93,17 @@ def _model(path: Path) -> str:
     if path.is_file():  # told here as the compiler tells it, which brings torch
         with path.open("rb") as file:
             return "GGUF file" if path.suffix == ".gguf" or file.read(4) == b"GGUF" else ""
-    there = (path / "config.json").is_file() and not (path / "accel.json").is_file()
+    there = (path / "config.json").is_file() and not (path / MANIFEST).is_file()
     return "model directory" if there else ""
 
 
 def _named(path: Path, download: bool) -> Path:
     """The folder of a repository in the Hugging Face cache. Raises InputError with what is near."""
-    from accel.compiler.load.hub import model_folder
+    from accel.compiler.load.hub import model_folder, near_beside
 
-    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    if near and not download:
-        raise InputError(f"{path} does not exist; did you mean {path.parent / near[0]}?")
+    near = near_beside(path, MANIFEST)
+    if near is not None and not download:
+        raise InputError(f"{path} does not exist; did you mean {near}?")
     try:
         with extra("compile"):
             return model_folder(path, download)

@@ -63,7 +63,7 @@ def own_plan(plan: Plan, max_context: int) -> Plan | None:
     if longest >= max_context:
         raise RecipeError(
             f"{name}: length = {plan.recipe.tables['length']['use']} drafts {longest} tokens, beyond max_context = "
-            f"{max_context}; give fewer, or a larger max_context"
+            f"{max_context}; give fewer, or more room: max_context=…"
         )
     trees = TREES if "tree" in plan.methods and plan.methods["tree"].branches else {}
     tables = {**tables, **({} if ours is None else {"weights": ours}), **trees}
@@ -218,7 +218,7 @@ def _check(
     if facts.max_batch < target.max_batch:
         raise RecipeError(
             f"draft.model: {path} was built for batches of up to {facts.max_batch}, but the "
-            f"model for {target.max_batch}; build it with max_batch = {target.max_batch}"
+            f"model for {target.max_batch}; build it with max_batch={target.max_batch}"
         )
     _check_tokens(path, target, tokenizer, facts.vocab_size, theirs)
 

@@ -69,8 +69,8 @@ def _check_length(text: str, served: Served, param: str) -> None:
         if len(tokenizer.encode(text[:size], special=False)) > 2 * most:
             raise ApiError(
                 400,
-                f"the prompt has far more tokens than max_context = {most}; shorten it, or build with a larger "
-                "max_context",
+                f"the prompt has far more tokens than max_context = {most}; shorten it, or build with more: "
+                "max_context=…",
                 param=param,
                 code="context_length_exceeded",
             )

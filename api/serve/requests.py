@@ -97,7 +97,7 @@ def _samples(asked: Generation, served: Served) -> int:
         raise ApiError(
             400,
             f"n = {n} is out of range; this server runs {most} texts at once: give from 1 to {most}, "
-            "or serve an artifact that was built with a larger max_batch",
+            "or serve an artifact that was built for more: max_batch=…",
             param="n",
         )
     return n

@@ -84,7 +84,7 @@ def classify(
     if longest > DENSE_LIMIT:
         return (
             f"its mask {name} fits no class and would need a table of {longest} x {longest}; "
-            f"lower max_context to {DENSE_LIMIT} or less"
+            f"give max_context={DENSE_LIMIT} or less"
         )
     if length < longest:
         return f"its mask {name} fits no class, and was evaluated only up to {length} positions"

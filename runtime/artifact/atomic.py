@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import TracebackType
 
@@ -89,8 +90,12 @@ class AtomicOutputDir:
         put_back(self.out)
         self._check_replaceable()
         parent = next(p for p in self.out.parents if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ArtifactError(f"cannot write in {parent}; give another output folder")
+        try:  # what a system lets no one write in, it does not always say before
+            os.rmdir(tempfile.mkdtemp(prefix=f".{self.out.name}.", dir=parent))
+        except OSError as error:
+            raise ArtifactError(
+                f"cannot write in {parent}: {error.strerror}; give another output folder"
+            ) from error
 
     def __enter__(self) -> Path:
         self.check()

@@ -12,6 +12,7 @@ import numpy as np
 
 from accel.ir.errors import InputError, extra, shown
 from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.grammar_trial import try_grammar
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 
@@ -50,7 +51,13 @@ class StructuredOutputsParams:
                 )
         if self.disable_any_whitespace and self.json is None:
             raise InputError("structured_outputs: disable_any_whitespace goes with json only")
-        _ = self.source
+        try:
+            self.source.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"structured_outputs: {self.kind} holds a lone surrogate ({shown(error.object[error.start])}), which "
+                "no UTF-8 text does; leave it out"
+            ) from None
 
     @property
     def kind(self) -> str:
@@ -76,22 +83,25 @@ class Grammar:
         """Raises InputError: llguidance is not installed or does not take it, or there is no tokenizer."""
         if tokenizer is None:
             raise InputError(
-                "structured_outputs needs a tokenizer, but this model has none; build with tokenizer="
+                "structured_outputs needs a tokenizer, but this model has none; build with tokenizer=…"
             )
         llguidance = _library()
         matcher, source = llguidance.LLMatcher, params.source
-        if params.kind == "json":
-            loose = {"whitespace_flexible": not params.disable_any_whitespace}
-            text = matcher.grammar_from_json_schema(source, overrides=loose)
-        elif params.kind == "regex":
-            text = matcher.grammar_from_regex(source)
-        else:
-            text = matcher.grammar_from_lark(source)
+        loose = {"whitespace_flexible": not params.disable_any_whitespace}
+        try_grammar(llguidance, params.kind, source, loose)
         vocabulary = _vocabulary(tokenizer, vocab_size)
-        if wrong := matcher.validate_grammar(text, vocabulary):
-            raise InputError(
-                f"structured_outputs: {params.kind} is not valid: {' '.join(wrong.split())}"
-            )
+        try:
+            if params.kind == "json":
+                text = matcher.grammar_from_json_schema(source, overrides=loose)
+            elif params.kind == "regex":
+                text = matcher.grammar_from_regex(source)
+            else:
+                text = matcher.grammar_from_lark(source)
+            wrong = matcher.validate_grammar(text, vocabulary)
+        except ValueError as error:
+            wrong = str(error)
+        if wrong:
+            raise InputError(f"structured_outputs: {params.kind} is not valid: {_line(wrong)}")
         self._start = matcher(vocabulary, text, log_level=0)
         self._own_end: list[int] = [t for t in vocabulary.eos_tokens if t < vocab_size]
 
@@ -178,7 +188,7 @@ def _schema(value: Any) -> str:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"structured_outputs: json is not JSON: {error}") from None
     elif hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
@@ -187,10 +197,18 @@ def _schema(value: Any) -> str:
             f"structured_outputs: json is {type(value).__name__}; give a JSON schema: a dict, its text, or a pydantic "
             "model"
         )
+    if value is False:
+        raise InputError("structured_outputs: json is the schema false, which no text follows")
     try:
-        return json.dumps(value)
-    except (TypeError, ValueError) as error:
+        return json.dumps({} if value is True else value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"structured_outputs: json is no JSON schema: {error}") from None
+
+
+def _line(text: str) -> str:
+    """What llguidance says, in a line that is not endless: it lists special tokens, and the grammar."""
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _choice(value: Any) -> str:

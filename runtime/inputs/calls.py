@@ -33,7 +33,7 @@ def call_tokens(
         row = int(after.argmax())
         raise InputError(
             f"row {row} would hold {after[row]} tokens; max_context is {max_context}. "
-            "Give fewer tokens, rewind, or build with a larger max_context"
+            "Give fewer tokens, rewind, or build with more: max_context=…"
         )
     return ids, counts
 

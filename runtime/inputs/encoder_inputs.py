@@ -38,7 +38,7 @@ def entry_inputs(inputs: Any, lengths: Any, batch: int, facts: EncoderFacts) -> 
     if ids.shape[1] > facts.max_length:
         raise InputError(
             f"the encoder's input has {ids.shape[1]} tokens; it takes {facts.max_length} at most. "
-            "Shorten it, or build with a larger max_context where the model allows it"
+            "Shorten it, or build with more: max_context=… where the model allows it"
         )
     columns = np.arange(ids.shape[1])
     real = columns < counts[:, None]
@@ -130,7 +130,7 @@ def _tokens(value: Any, index: int, facts: EncoderFacts, tokenizer: Tokenizer | 
     if ids.size > facts.max_length:
         raise InputError(
             f"{name} has {ids.size} tokens; the encoder takes {facts.max_length} at most. "
-            "Shorten it, or build with a larger max_context where the model allows it"
+            "Shorten it, or build with more: max_context=… where the model allows it"
         )
     check_vocabulary(ids, facts.vocab_size, name)
     return ids

@@ -36,7 +36,7 @@ def as_prompts(
         if prompt.size > facts.max_context:
             raise InputError(
                 f"{name} has {prompt.size} tokens; max_context is {facts.max_context}. "
-                "Shorten it, or build with a larger max_context"
+                "Shorten it, or build with more: max_context=…"
             )
         check_vocabulary(prompt, facts.vocab_size, name)
     return prompts

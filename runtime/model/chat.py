@@ -72,7 +72,7 @@ class Chat:
         if ids.size >= self.max_context:
             raise InputError(
                 f"the conversation has {ids.size} tokens with this message, and max_context is {self.max_context}; "
-                "shorten it, remove turns (`undo`), start anew, or build with a larger max_context"
+                "shorten it, remove turns (`undo`), start anew, or build with more: max_context=…"
             )
         session = self._prepared(ids)
         stream = self._start(

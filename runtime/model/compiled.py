@@ -256,7 +256,7 @@ class CompiledModel:
         """
         if self.tokenizer is None:
             raise InputError(
-                "chat needs a tokenizer, but this model has none; build with tokenizer="
+                "chat needs a tokenizer, but this model has none; build with tokenizer=…"
             )
         if self.facts.encoder is not None:
             raise InputError("this model is an encoder-decoder; give `generate` an encoder_input")
@@ -311,7 +311,7 @@ class CompiledModel:
         if isinstance(batch, int) and batch > self.facts.max_batch:
             raise InputError(
                 f"batch = {shown(batch)} is more than max_batch = {self.facts.max_batch}; "
-                "build with a larger max_batch"
+                "build with more: max_batch=…"
             )
         as_count(batch, "batch", 1)
         return self._sessions.open(self._sessions.named(adapter, int(batch)))

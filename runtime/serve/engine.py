@@ -131,7 +131,7 @@ class Engine:
         if row.finish:
             raise InputError(
                 f"the prompt has {row.prompt.size} tokens, which leaves no room for one more in max_context = "
-                f"{self._model.facts.max_context}; shorten it, or build with a larger max_context"
+                f"{self._model.facts.max_context}; shorten it, or build with more: max_context=…"
             )
         ticket = Ticket(int(row.prompt.size), self._wake, listener)
         with self._changed:

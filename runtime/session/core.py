@@ -273,7 +273,7 @@ class SessionCore:
             _ = core.backend
         if (both := self.batch + other.batch) > self.origin.max_batch:
             raise InputError(
-                f"{both} rows are more than max_batch = {self.origin.max_batch}; build with a larger max_batch, or let "
+                f"{both} rows are more than max_batch = {self.origin.max_batch}; build with more: max_batch=…, or let "
                 "rows leave first"
             )
         for one in self.observers:

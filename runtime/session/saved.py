@@ -89,12 +89,12 @@ class SavedSession:
         longest = max(self.told["lengths"])
         if self.batch > origin.max_batch:
             raise SavedSessionError(
-                f"{self.path} has {self.batch} rows, and max_batch is {origin.max_batch}; build with a larger max_batch"
+                f"{self.path} has {self.batch} rows, and max_batch is {origin.max_batch}; build with more: max_batch=…"
             )
         if longest > origin.max_context:
             raise SavedSessionError(
-                f"{self.path} has a row of {longest} tokens, and max_context is {origin.max_context}; build with a "
-                "larger max_context"
+                f"{self.path} has a row of {longest} tokens, and max_context is {origin.max_context}; build with "
+                "more: max_context=…"
             )
 
     def check(self, origin: Origin) -> None:

@@ -114,6 +114,13 @@ def test_what_may_not_be_replaced(tmp_path):
     assert names(tmp_path) == ["file", "mine"]
 
 
+@pytest.mark.skipif(not os.access("/proc", os.W_OK), reason="no folder claims to be writable")
+def test_where_nothing_can_be_written_is_told_before_any_work():
+    """`/proc` grants root to write, and lets no one."""
+    with pytest.raises(ArtifactError, match="cannot write in /proc: .*another output folder"):
+        AtomicOutputDir("/proc/out").check()
+
+
 def test_the_destination_filled_meanwhile(tmp_path):
     with (
         pytest.raises(ArtifactError, match="holds files"),

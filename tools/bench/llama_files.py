@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,31 @@ def write_floats(source: Path, out: Path) -> None:
     The model computes the same, but no block holds the numbers that the codes of `source` were made of: whatever the
     format of `source`, each format rounds these floats anew. A head that equals the embedding is left out.
     """
+
+    def change(facts: dict[str, Any], floats: Arrays) -> Arrays:
+        kind = str(facts["general.architecture"])
+        if np.array_equal(floats.get("output.weight", np.zeros(1)), floats["token_embd.weight"]):
+            del floats["output.weight"]
+        return reordered(
+            floats,
+            hidden=facts[f"{kind}.embedding_length"],
+            heads=facts[f"{kind}.attention.head_count"],
+            groups=facts[f"{kind}.attention.head_count_kv"],
+            inner=facts[f"{kind}.feed_forward_length"],
+        )
+
+    write_decoded(source, out, change)
+
+
+def write_decoded(
+    source: Path, out: Path, change: Callable[[dict[str, Any], Arrays], Arrays] = lambda _, x: x
+) -> None:
+    """A GGUF file in float32, of any type. `change`: makes its tensors out of its metadata and tensors."""
     import gguf
 
     reader = gguf.GGUFReader(source)
     facts = {name: field.contents() for name, field in reader.fields.items()}
-    kind = str(facts["general.architecture"])
-    writer = gguf.GGUFWriter(out, kind)
+    writer = gguf.GGUFWriter(out, str(facts["general.architecture"]))
     for name, field in reader.fields.items():
         if name in ROOT or name.startswith("GGUF."):
             continue
@@ -40,15 +59,7 @@ def write_floats(source: Path, out: Path) -> None:
     writer.add_file_type(0)
     read = gguf.quants.dequantize
     floats = {t.name: np.float32(read(t.data, t.tensor_type)) for t in reader.tensors}
-    if np.array_equal(floats.get("output.weight", np.zeros(1)), floats["token_embd.weight"]):
-        del floats["output.weight"]
-    sizes = {
-        "hidden": facts[f"{kind}.embedding_length"],
-        "heads": facts[f"{kind}.attention.head_count"],
-        "groups": facts[f"{kind}.attention.head_count_kv"],
-        "inner": facts[f"{kind}.feed_forward_length"],
-    }
-    for name, value in reordered(floats, **sizes).items():
+    for name, value in change(facts, floats).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

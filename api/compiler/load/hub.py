@@ -11,6 +11,7 @@ from pathlib import Path
 from accel.ir.errors import CaptureError
 
 _FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+_GGUF = ".gguf"
 _LEFT = [  # other forms of the same weights; templates lie in a folder
     *(f"*/{files}" for files in _FETCHED if files != "*.jinja"),
     "consolidated*",
@@ -32,11 +33,16 @@ def model_folder(given: str | Path, download: bool = False) -> Path:
     path, name = Path(given), str(given)
     if path.exists():
         return path
+    near = near_beside(path)
+    if near is not None and (not download or near.suffix == _GGUF):
+        raise CaptureError(f"{path} does not exist; did you mean {near}?")
     try:
         validate_repo_id(name)
+        if path.suffix == _GGUF:
+            raise HFValidationError
     except HFValidationError:
         raise CaptureError(
-            f"{path} does not exist; give a model directory (with config.json and *.safetensors)"
+            f"{path} does not exist; give a GGUF file or a model directory (with config.json and *.safetensors)"
         ) from None
     wanted = {"allow_patterns": _FETCHED, "ignore_patterns": _LEFT}
     if download:
@@ -54,8 +60,8 @@ def model_folder(given: str | Path, download: bool = False) -> Path:
         if name not in cached_models():
             raise CaptureError(
                 f"{name} does not exist: it is neither a folder nor a repository in the Hugging Face cache"
-                f"{_near(name)}; give a model directory (with config.json and *.safetensors), or download the "
-                "repository with download=True"
+                f"{_near(name)}; give a GGUF file or a model directory (with config.json and *.safetensors), or "
+                "download the repository with download=True"
             ) from None
         folder = None
     from accel.compiler.load.shards import INDEX, SINGLE  # which needs torch
@@ -65,6 +71,21 @@ def model_folder(given: str | Path, download: bool = False) -> Path:
             f"{name} lies in the Hugging Face cache in part only; fetch the rest with download=True"
         )
     return folder
+
+
+def near_beside(path: Path, also: str = "config.json") -> Path | None:
+    """What has a near name in the folder of a path that does not exist, and is a GGUF file, a model directory or a
+    folder that holds the file `also`.
+    """
+    marks = ("config.json", also)
+    found = path.parent.iterdir() if path.parent.is_dir() else ()
+    names = [
+        p.name
+        for p in found
+        if (p.suffix == _GGUF and p.is_file()) or any((p / mark).is_file() for mark in marks)
+    ]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return path.parent / near[0] if near else None
 
 
 def cached_models() -> list[str]:

@@ -38,10 +38,12 @@ def merged(
         value = torch.from_numpy(array)
         _same(adapter, name, value.shape, name, tensors[name].shape)
         for other in shared[tensors[name]]:
-            if (also := adapter.replaced.get(other)) is not None and (also != array).any():
+            also = adapter.replaced.get(other)
+            if adapter.own_copy(name) if also is None else (also != array).any():
+                saves = f"only {name}, which peft unties" if also is None else "two different ones"
                 raise InputError(
                     f"adapter {adapter.path}: {name} and {other} are one tensor in the model, and the adapter saves "
-                    "two different ones; untie the two in the base model and compile that"
+                    f"{saves}; untie the two in the base model (tie_word_embeddings) and compile that"
                 )
         found[tensors[name]] = Stored(value)
     for update in adapter.updates:

@@ -49,7 +49,7 @@ class PromptLatents(SessionObserver):
         if longest + self.count > calls.max_context:
             raise InputError(
                 f"a prompt of {longest} tokens and {self.count} latents are more than max_context = "
-                f"{calls.max_context}; give a shorter prompt, or build with a larger max_context"
+                f"{calls.max_context}; give a shorter prompt, or build with more: max_context=…"
             )
 
     def extend(self, calls: Calls) -> Logits:

@@ -145,7 +145,9 @@ class _Header:
         """The metadata."""
         magic = bytes(self._take(4))
         if magic != _MAGIC:
-            raise Damaged(f"it begins with {magic!r}, not {_MAGIC!r}")
+            raise Damaged(
+                f"it begins with the bytes {magic.hex(' ')}, not {_MAGIC.hex(' ')} (GGUF)"
+            )
         version = self._number("I")
         if version not in _VERSIONS:
             if version & 0xFFFF == 0:

@@ -1,0 +1,52 @@
+"""llguidance recurses as deep as a grammar goes, and without an end on a few. An overflow of the stack ends the process
+that compiles, such as a server with all its requests; so another process compiles each grammar first.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from accel.ir.errors import InputError
+from accel.runtime.decode import grammar_child
+
+PATIENCE = 30.0  # seconds that a grammar may compile
+_ADVICE = "nest it and chain its references less, and keep bounds of integers within ±2^53"
+
+
+def try_grammar(library: Any, kind: str, source: str, overrides: dict[str, Any]) -> None:
+    """Compile it elsewhere. Whether it is valid is not asked. Raises InputError where that process did not live."""
+    packages = str(Path(library.__file__).parent.parent)
+    if wrong := _trial(packages, kind, source, json.dumps(overrides)):
+        raise InputError(f"structured_outputs: {kind} {wrong}; {_ADVICE}")
+
+
+@lru_cache(maxsize=256)
+def _trial(packages: str, kind: str, source: str, overrides: str) -> str:
+    given = {
+        "packages": packages,
+        "kind": kind,
+        "source": source,
+        "overrides": json.loads(overrides),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", grammar_child.__file__],
+            input=json.dumps(given),
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes llguidance more than {PATIENCE:.0f} seconds to compile"
+    if done.returncode >= 0:
+        return ""
+    name = signal.Signals(-done.returncode).name
+    return f"is more than llguidance can compile: it ended a process that tried ({name})"
