@@ -45,6 +45,8 @@ def trace(
     if key is not None and form in known:
         traced, before = known[form]
     else:
+        if (sizes := editor.fake.shape_env) is not None:
+            sizes.pending_fresh_unbacked_symbols.clear()  # of what failed before, in a program that is shared
         with (
             no_specialization(editor, name),
             editor.fake,

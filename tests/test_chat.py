@@ -200,8 +200,12 @@ def test_a_template_that_refuses_says_why():
     with pytest.raises(InputError, match="refuses these messages: System role not supported"):
         mine.apply_chat_template(say(("system", "x"), ("user", "y")))
     mine = read_tokenizer(theirs(CHATML), None)
-    with pytest.raises(InputError, match="cannot render these messages .UndefinedError"):
-        mine.apply_chat_template([{"role": "user"}])
+    with pytest.raises(InputError, match="because message 1 has no content; write"):
+        mine.apply_chat_template([*say(("user", "x")), {"role": "user"}])
+    with pytest.raises(InputError, match="message 0 has no content, only 'text'; write"):
+        mine.apply_chat_template([{"role": "user", "text": "x"}])
+    with pytest.raises(InputError, match="cannot render these messages .TypeError"):
+        mine.apply_chat_template([{"role": "user", "content": 3}])
 
 
 def test_the_template_is_chosen_as_transformers_chooses_it():

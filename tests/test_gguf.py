@@ -216,14 +216,11 @@ def test_an_artifact(kind, model, tmp_path):
         return
     assert f"16 weights of the checkpoint are quantised ({kind})" in report["notes"]
     offsets = kind.endswith("_1")
-    refused = ["model.embed_tokens.weight: an embedding reads it, and its groups have offsets"]
-    assert kept[0]["refused"] == (refused if offsets else [])
-    floats = 320 * 64 * 4 * offsets
-    numbers = sum(v.numel() for n, v in model.named_parameters() if v.dim() == 2)
-    coded = numbers - 320 * 64 * offsets
+    assert not kept[0]["refused"]
+    coded = sum(v.numel() for n, v in model.named_parameters() if v.dim() == 2)
     bits = 4 if kind in ("Q4_0", "Q4_1") else 8
     scales = coded // 32 * 4
-    total = coded * bits // 8 + scales * (1 + offsets) + floats
+    total = coded * bits // 8 + scales * (1 + offsets)
     assert report["weights"]["bytes"] == total
 
 
@@ -237,14 +234,15 @@ def test_offsets_are_added(tmp_path, monkeypatch):
     loaded = load_model(path)
     wanted = logits(loaded.model, loaded.stored)
     errors = []
-    for off in (False, True):
+    for off in ("", "_add_offsets", "_add_rows"):
         if off:
-            monkeypatch.setattr(_kept, "_add_offsets", lambda *_: None)
+            monkeypatch.undo()
+            monkeypatch.setattr(_kept, off, lambda *_: None)
         with accel.optimize(path, "base", max_context=32, verify=False) as compiled:
             with compiled.session() as session:
                 found = torch.from_numpy(session.run(TOKENS.numpy()))
         errors.append(float((found - wanted).abs().max() / wanted.abs().max()))
-    assert errors[0] < 0.1 and errors[1] > 0.5
+    assert errors[0] < 0.1 and min(errors[1:]) > 0.5
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ class Kept(Base):
 
     Codes and scales keep their values; only the inputs are rounded, as the integer products do. Where groups are
     not in order, the inputs are gathered in the order of the groups. Offsets of groups multiply the sum of each
-    group's inputs, in float32. What no block form holds is computed in
+    group's inputs, in float32; of an embedding they are added to its rows. What no block form holds is computed in
     float32, as other weights are, and a recipe's own method may round it.
     """
 
@@ -52,8 +52,6 @@ class Kept(Base):
             codes, experts = codes_of(stored), expert_codes(stored)
             if experts is not None and not site.transposed:
                 packed = _experts(experts)
-            elif codes is not None and codes.offsets is not None and site.embeddings:
-                packed = "an embedding reads it, and its groups have offsets"
             elif codes is not None:
                 if codes.offsets is not None:
                     codes = _centred_offsets(codes)
@@ -72,6 +70,7 @@ class Kept(Base):
                 origin = origin.changed(partial(_in_order, order=order))
             if codes is not None and codes.offsets is not None:
                 _add_offsets(program, site, codes.offsets, codes.group)
+                _add_rows(program, site, codes.offsets, codes.group)
                 less = program.params.stored(f"{site.name}{OFFSETS}")
                 origin = origin.changed(partial(_without, offsets=less, group=codes.group))
             insert(program, site, packed, _SAME, origin)
@@ -191,6 +190,28 @@ def _add_offsets(program: Program, site: Site, offsets: Tensor, group: int) -> N
             sums = editor.call(aten.sum.dim_IntList, groups, [-1], like=node)
             more = editor.call(aten.matmul.default, sums, editor.param(name), like=node)
             whole = editor.call(aten.add.Tensor, node, more, like=node)
+        for user in [user for user in node.users if user is not whole]:
+            user.replace_input_with(node, whole)
+
+
+def _add_rows(program: Program, site: Site, offsets: Tensor, group: int) -> None:
+    """Add to the rows that a site's embeddings read what the offsets [N,G] of their groups give."""
+    if not site.embeddings:
+        return
+    name, width = f"{site.name}{OFFSETS}.rows", int(program.params.blank(site.name).shape[1])
+    program.params.put_away(name, offsets.contiguous())
+    for node in site.embeddings:
+        editor = Editor(program, node.graph)
+        indices = operand_of(node, "indices")
+        assert isinstance(indices, fx.Node)
+        kept = [-1] * (indices.meta["val"].dim() + 1)
+        with node.graph.inserting_before(node.next):
+            rows = editor.call(aten.embedding.default, editor.param(name), indices, like=node)
+            wide = editor.call(aten.unsqueeze.default, rows, -1, like=node)
+            each = editor.call(aten.expand.default, wide, [*kept, group], like=node)
+            flat = editor.call(aten.flatten.using_ints, each, -2, like=node)
+            less = editor.call(aten.slice.Tensor, flat, -1, 0, width, like=node)
+            whole = editor.call(aten.add.Tensor, node, less, like=node)
         for user in [user for user in node.users if user is not whole]:
             user.replace_input_with(node, whole)
 

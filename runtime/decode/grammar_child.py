@@ -4,9 +4,9 @@ nothing of accel, so that it starts fast.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-import resource
 import sys
 import threading
 from typing import Any
@@ -17,6 +17,7 @@ _LEXEMES = re.compile(
 )
 _SPECIAL = "<|tool|>"
 _LEAST = 1 << 18
+_USUAL = 1 << 21  # bytes of a stack without a limit (glibc)
 
 
 def compile_grammar(kind: str, source: str, overrides: dict[str, Any]) -> None:
@@ -36,16 +37,23 @@ def compile_grammar(kind: str, source: str, overrides: dict[str, Any]) -> None:
         matcher.compute_bitmask()
 
 
+def _stack() -> int:
+    """Bytes of the stack of a thread of the parent; no core is dumped where one overflows."""
+    with contextlib.suppress(ImportError):  # of POSIX systems
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
+        if limit != resource.RLIM_INFINITY:
+            return limit
+    return _USUAL
+
+
 def main() -> None:
     """Read the grammar from stdin, and try it with half the stack that a thread of the parent has."""
     given = json.load(sys.stdin)
     sys.path.append(given["packages"])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    stack = (
-        1 << 21 if limit == resource.RLIM_INFINITY else limit
-    )  # glibc's threads, without a limit
-    threading.stack_size(max(stack // 2, _LEAST) & ~0xFFFF)
+    threading.stack_size(max(_stack() // 2, _LEAST) & ~0xFFFF)
     threading.excepthook = lambda _: None
     thread = threading.Thread(
         target=compile_grammar, args=(given["kind"], given["source"], given["overrides"])

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from accel.ir.errors import InputError
-from accel.runtime.decode import grammar_child
 
+_CHILD = Path(__file__).with_name("grammar_child.py")
 PATIENCE = 30.0  # seconds that a grammar may compile
 _ADVICE = "nest it and chain its references less, and keep bounds of integers within ±2^53"
 
@@ -36,7 +36,7 @@ def _trial(packages: str, kind: str, source: str, overrides: str) -> str:
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", grammar_child.__file__],
+            [sys.executable, "-I", "-S", str(_CHILD)],
             input=json.dumps(given),
             text=True,
             stdout=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from functools import lru_cache, wraps
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, UndefinedError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_format
 from jinja2.parser import Parser
@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from accel.ir.errors import AccelError, ArtifactError, InputError, unknown
+from accel.ir.errors import AccelError, ArtifactError, InputError, shown, unknown
 from accel.runtime.inputs.tokenizer_config import DEFAULT, TokenizerConfig
 
 SECONDS = 10.0  # of one rendering
@@ -88,10 +88,20 @@ def render(
         told = str(error) or type(error).__name__
         raise wrong(f"the chat template was stopped: {told}; do not trust it: {act}") from error
     except Exception as error:  # whatever a template's own expressions raise
-        raise InputError(
-            f"the chat template cannot render these messages ({type(error).__name__}: {error}); check their roles "
-            "and contents, and the variables that you gave"
-        ) from error
+        told = f"({type(error).__name__}: {error}); check their roles and contents, and the variables that you gave"
+        if isinstance(error, UndefinedError):
+            told = _bare(messages) or told
+        raise InputError(f"the chat template cannot render these messages {told}") from error
+
+
+def _bare(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What to say of the first message without content; empty: all have some."""
+    for i, message in enumerate(messages):
+        if "content" not in message:
+            others = ", ".join(map(shown, sorted(map(str, message.keys() - {"role"}))))
+            beside = f", only {others}" if others else ""
+            return f'because message {i} has no content{beside}; write {{"role": …, "content": …}}'
+    return ""
 
 
 def check_template(config: TokenizerConfig, chat_template: str | None) -> None:

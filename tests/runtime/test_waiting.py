@@ -23,6 +23,9 @@ SPINS = "session.intra_op.allow_spinning"
 def unset(monkeypatch):
     monkeypatch.delenv(module.CHOICE, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    module._free.cache_clear()
+    yield
+    module._free.cache_clear()
 
 
 def test_threads_beside_busy_ones_do_not_get_the_cores():
@@ -48,6 +51,13 @@ def test_threads_spin_where_the_cores_are_free(build, monkeypatch, free, spins):
     assert engine.waiting.spinning == spins and engine.waiting.free == free
     told = engine.session.get_session_options().get_session_config_entry(SPINS)
     assert told == str(int(spins))
+
+
+def test_models_of_a_process_wait_alike(monkeypatch):
+    """The second is opened while threads of the first spin."""
+    shares = iter((0.98, 0.5))
+    monkeypatch.setattr(module, "share", lambda threads: next(shares))
+    assert [waiting(2).spinning, waiting(2).spinning] == [True, True]
 
 
 @pytest.mark.parametrize("asked", ["0", "1"])

@@ -103,7 +103,9 @@ def prepare(
 
 
 def log_of(spec: Spec, checkpoint: Path, where: Where) -> Path:
-    return where.cache / checkpoint.name / f"{spec.engine}-{spec.variant}.log"
+    folder = where.cache / checkpoint.name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{spec.engine}-{spec.variant}.log"
 
 
 def last_line(log: Path) -> str:

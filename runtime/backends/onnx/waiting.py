@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from accel.ir.errors import InputError
@@ -50,10 +51,18 @@ def waiting(threads: int) -> Waiting:
         return Waiting(False, "one thread waits for nobody")
     if threads > (os.cpu_count() or 1):
         return Waiting(False, f"{threads} threads on {os.cpu_count()} cores")
-    free = share(threads)
+    free = _free(threads)
     return Waiting(
         free >= FREE, f"threads get {free:.0%} of the cores that they use", round(free, 3)
     )
+
+
+@lru_cache
+def _free(threads: int) -> float:
+    """`share`, measured once in a process: threads of a model that was called shortly before spin on for a while, and
+    the next model that is opened would take them for another program's.
+    """
+    return share(threads)
 
 
 def share(threads: int) -> float:
