@@ -64,7 +64,7 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
 )
 @pytest.mark.parametrize("costs", [None, Costs((1, 32), (1.0, 4.0))], ids=["free", "dear"])
 def test_tokens_are_those_without_a_draft(toy, name, costs):
-    """Of three rows, with drafts that stand, that fall in part and that fall; one that was watched would not be made."""
+    """Of three rows, with drafts that stand, that fall in part and that fall, of drafters that are tried."""
     group = [[1, 2, 3], [4], [5, 6, 7, 8]]
     rows = rows_of(group)
     plain(toy.session(batch=3), rows)

@@ -120,7 +120,8 @@ def plot(results: dict[Case, Rounds], title: str, out: Path) -> None:
     from matplotlib.ticker import FormatStrFormatter, NullLocator
 
     ours, *peers = next(iter(results.values()))
-    figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.5 * len(results)), layout="constrained")
+    height = 1.6 + max(0.5, 0.25 * len(peers)) * len(results)
+    figure, axes = pyplot.subplots(figsize=(9, height), layout="constrained")
     for i, peer in enumerate(peers):
         found = [ratios(case, rounds[ours], rounds[peer]) for case, rounds in results.items()]
         middle, least, most = zip(*found, strict=True)
@@ -149,6 +150,6 @@ def plot(results: dict[Case, Rounds], title: str, out: Path) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel(f"times better {ours} is (median of rounds, least to most)")
     axes.set_title(title)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(out, dpi=150)
     pyplot.close(figure)
