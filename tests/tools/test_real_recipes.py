@@ -49,13 +49,17 @@ def test_the_number_is_of_the_one_who_is_asked_for():
 
 def test_results_are_known_of_this_model_only(tmp_path):
     kept, results = tmp_path / "kept.jsonl", tmp_path / "results"
-    assert known_already(kept, "m", results) == set()
+    assert known_already(kept, "m", results, train=False) == set()
     results.mkdir()
     kept.write_text(
         "\n".join(json.dumps({"name": n, "model": m}) for n, m in [("a", "m"), ("b", "x")])
     )
     (results / "c.json").write_text(json.dumps({"name": "c", "model": "m"}))
-    assert known_already(kept, "m", results) == {"a", "c"}
+    assert known_already(kept, "m", results, train=False) == {"a", "c"}
+    lacks = {"name": "d", "model": "m", "refused": "measure it: accel-compile train d MODEL"}
+    (results / "d.json").write_text(json.dumps(lacks))
+    assert known_already(kept, "m", results, train=True) == {"a", "c"}
+    assert known_already(kept, "m", results, train=False) == {"a", "c", "d"}
 
 
 def test_page():

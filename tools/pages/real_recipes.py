@@ -2,12 +2,12 @@
 
     python tools/pages/real_recipes.py MODEL                 measure what is missing, then write the page
     python tools/pages/real_recipes.py MODEL --only snapkv   some
+    python tools/pages/real_recipes.py MODEL --train         tables first, for what lacked one
     python tools/pages/real_recipes.py --write               only write the page
 
 MODEL is captured once. Each recipe is built as `accel-compile build` does, at the first value that the leaderboard
 gives its budget (`snapkv@256`), and its artifact is opened: KL from base after a prompt of prose and of code, pass keys
-and numbers in some 1000 tokens, and whether texts are base's. Tables are measured first where a recipe needs them, as
-`--train` does. A recipe that is refused is a result too. A result is
+and numbers in some 1000 tokens, and whether texts are base's. A recipe that is refused is a result too. A result is
 kept in a file of its own as soon as it is there; a run that is stopped goes on where it was. Prose and code are
 Python's own: its reference, and `heapq` and `argparse`.
 """
@@ -57,6 +57,7 @@ CHATS = (
     "Write a Python function that merges two sorted lists.",
 )
 NEW = 32  # tokens of an answer
+LACKS = "accel-compile train"  # what an error says where a part is missing
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def answered(model: CompiledModel, base: Base | None) -> tuple[dict[str, Any], B
     return told, Base(odds, texts)
 
 
-def measure(model: Path, cases: list[Case], results: Path) -> None:
+def measure(model: Path, cases: list[Case], results: Path, train: bool = False) -> None:
     """Each in turn; base first, which the others are compared with."""
     columns = (
         TextColumn("{task.description}"),
@@ -147,7 +148,7 @@ def measure(model: Path, cases: list[Case], results: Path) -> None:
         TimeElapsedColumn(),
     )
     warnings.filterwarnings("ignore")
-    options = BuildOptions(max_context=CONTEXT, train=True)
+    options = BuildOptions(max_context=CONTEXT, train=train)
     with (
         Progress(*columns, disable=not sys.stderr.isatty()) as bar,
         tempfile.TemporaryDirectory() as place,
@@ -196,11 +197,14 @@ def measure(model: Path, cases: list[Case], results: Path) -> None:
                 out.rmdir()
 
 
-def known_already(kept: Path, model: str, results: Path) -> set[str]:
-    """Recipes whose result is in the folder, or in the file that the page was made of, if of this model."""
+def known_already(kept: Path, model: str, results: Path, train: bool) -> set[str]:
+    """Recipes whose result is in the folder, or in the file that the page was made of, if of this model. `train`: not
+    those that lack a part.
+    """
     lines = kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
     own = [json.loads(path.read_text(encoding="utf-8")) for path in results.glob("*.json")]
-    return {one["name"] for one in [*map(json.loads, lines), *own] if one["model"] == model}
+    found = [one for one in [*map(json.loads, lines), *own] if one["model"] == model]
+    return {one["name"] for one in found if not (train and LACKS in one.get("refused", ""))}
 
 
 def page(found: list[dict[str, Any]]) -> str:
@@ -241,6 +245,9 @@ def page(found: list[dict[str, Any]]) -> str:
 def main(
     model: Annotated[Path | None, typer.Argument(help="A folder or a GGUF file.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="A recipe; may be repeated.")] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Measure tables that recipes need: minutes for each.")
+    ] = False,
     again: Annotated[bool, typer.Option(help="Measure what was measured before too.")] = False,
     write: Annotated[bool, typer.Option(help="Only write the page.")] = False,
     results: Path = ROOT / "build" / "real-recipes",
@@ -255,9 +262,9 @@ def main(
         known = suited()
         if wrong := [n for n in only or () if n not in known]:
             raise typer.BadParameter(f"no recipe {wrong[0]!r}; accel-compile recipes lists them")
-        there = set() if again else known_already(kept, model.name, results)
+        there = set() if again else known_already(kept, model.name, results, train)
         try:
-            measure(model, [swept(n)[0] for n in only or known if n not in there], results)
+            measure(model, [swept(n)[0] for n in only or known if n not in there], results, train)
         except InputError as error:
             raise typer.BadParameter(str(error)) from None
     found = {}
