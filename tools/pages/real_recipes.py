@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -192,9 +193,7 @@ def measure(model: Path, cases: list[Case], results: Path, train: bool = False) 
             if bar.disable:
                 print(f"{case.name}: {told['whole']} s {told.get('refused', '')}"[:160], flush=True)
             if out.exists():
-                for file in out.iterdir():
-                    file.unlink()
-                out.rmdir()
+                shutil.rmtree(out)
 
 
 def known_already(kept: Path, model: str, results: Path, train: bool) -> set[str]:
