@@ -15,10 +15,9 @@ from torch import Tensor
 from accel.ir.capture.examples import example
 from accel.ir.entries.genai import GENAI
 from accel.ir.errors import Miscompiled, PassError
-from accel.ir.ops.codec import encode_rows
-from accel.ir.ops.groups import group_quantize
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
+from accel.ir.state import Part
 from accel.ir.ties import TOPK
 from accel.passes import Pass, named
 from accel.passes.drive import (
@@ -35,6 +34,7 @@ STEP_OF_CODES = (
     0.02  # of the largest logit: where a cache rounds, a value may go to the next step of its codes
 )
 NOISE = 2.0  # how many times as noisy as the reference's rounding another one may be
+_CODES = {"uint8", "int8", "float16", "bfloat16"}  # what a cache rounds to
 _LAST = 1e-6  # of a number: what another order of additions may change
 _FLOOR = 1e-3  # of the largest logit: noise that is always allowed
 
@@ -213,4 +213,5 @@ def codes_slack(program: Program) -> float:
     """How far the logits may move between two orders of the same additions, relative to the largest, where the
     cache rounds: a difference in the last place may take a value to the next step of its codes.
     """
-    return STEP_OF_CODES if program.nodes(encode_rows.default, group_quantize.default) else 0.0
+    kept = [state for state in program.state if state.part in (Part.KEYS, Part.VALUES)]
+    return STEP_OF_CODES if any(state.dtype in _CODES for state in kept) else 0.0

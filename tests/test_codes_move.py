@@ -31,10 +31,12 @@ class Other(Pass):
         return Report(1)
 
 
-@pytest.fixture
-def packed(stateful):
-    """A program that keeps 2 bits of a number, and its check."""
-    program = evicting(stateful("llama"), assemble(Recipe.load("kivi-2")).recipe.tables).program
+@pytest.fixture(params=["kivi-2", "kv-fp8"])
+def packed(stateful, request):
+    """A program that keeps 2 bits of a number, or 8 by operators of no codec, and its check."""
+    program = evicting(
+        stateful("llama"), assemble(Recipe.load(request.param)).recipe.tables
+    ).program
     return program, NumericCheck(program)
 
 

@@ -135,3 +135,21 @@ def test_bad_input(tmp_path):
         facts = SimpleNamespace(diffusion=masks)
         with pytest.raises(RecipeError, match=rf"draft\.{use}: .*{why}"):
             draft_build._check(plan, tmp_path, None, None, facts, tmp_path)
+
+
+def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
+    """It fills masks by its own tokens, which no text takes to the target's."""
+    theirs = tmp_path / "tokenizer.json"
+    theirs.touch()
+    plan = assemble(Recipe(tables={"draft": {"use": "gad"}}))
+    facts = SimpleNamespace(diffusion=1, encoder=None, max_batch=8, vocab_size=9)
+    target = SimpleNamespace(max_batch=8, vocab_size=9)
+    monkeypatch.setattr(draft_build, "read_tokenizer", lambda *_: Words("a", "b"))
+    draft_build._check(plan, tmp_path, target, Words("a", "b"), facts, theirs)
+    with pytest.raises(
+        RecipeError, match="another tokenizer .* name a model of the same tokens"
+    ) as e:
+        draft_build._check(plan, tmp_path, target, Words("b", "a"), facts, theirs)
+    assert "bundled" not in str(e.value)
+    with pytest.raises(RecipeError, match="the bundled one is of the bundled model; name a model"):
+        draft_build._check(plan, Gad().draft_folder(), target, Words("b", "a"), facts, theirs)

@@ -8,10 +8,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 
 from accel.compiler.assemble import Plan, assemble
 from accel.compiler.build_options import BuildOptions
+from accel.compiler.load.tokenizer import read_tokenizer
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
@@ -20,7 +22,7 @@ from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.runtime.artifact.artifact import copy_artifact, open_artifact
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
-from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.inputs.text import Tokenizer, same_tokens
 from accel.runtime.loop import HOST
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.model.load import load
@@ -221,6 +223,19 @@ def _check(
             f"model for {target.max_batch}; build it with max_batch={target.max_batch}"
         )
     _check_tokens(path, target, tokenizer, facts.vocab_size, theirs)
+    if fills and tokenizer is not None and theirs.is_file():
+        if not same_tokens(tokenizer, read_tokenizer(None, theirs.parent)):
+            raise RecipeError(
+                f"draft.{use}: {path} has another tokenizer than the model, and fills masks by its own tokens; "
+                f"{_another(path)}"
+            )
+
+
+def _another(path: Path) -> str:
+    """What to do where a draft model is not of the model's tokens."""
+    bundled = path.resolve().is_relative_to(Path(str(files("accel.reference"))).resolve())
+    own = "the bundled one is of the bundled model; " if bundled else ""
+    return f"{own}name a model of the same tokens, a folder or an artifact, as draft.path"
 
 
 def _check_tokens(
@@ -235,6 +250,6 @@ def _check_tokens(
     if size not in (None, target.vocab_size) and lack:
         raise RecipeError(
             f"draft.model: {path} has {size} tokens and the model {target.vocab_size}, and {' and '.join(lack)} no "
-            "tokenizer by which texts could go from one to the other; give one (tokenizer.json) to both, or a draft "
-            "model of the same tokens"
+            "tokenizer by which texts could go from one to the other; give one (tokenizer.json) to both, or "
+            f"{_another(path)}"
         )
