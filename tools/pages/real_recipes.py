@@ -186,7 +186,10 @@ def measure(model: Path, cases: list[Case], results: Path, train: bool = False) 
                 told |= found
                 base = base or mine
             except AccelError as error:
-                told["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                said = " ".join(str(error).split()).replace(
+                    str(Path(accel.__file__).parent), "accel"
+                )
+                told["refused"] = f"{type(error).__name__}: {said}"
             told["whole"] = round(time.perf_counter() - start, 1)
             keep(results / f"{case.recipe}.json", told)
             bar.advance(task)
@@ -216,7 +219,7 @@ def page(found: list[dict[str, Any]]) -> str:
         "",
         f"{found[0]['model']}, built with the default checks by `python tools/pages/real_recipes.py MODEL`, "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {os.cpu_count()} cores, {platform.machine()}. "
-        f"Of {len(found)} recipes {len(built)} are built and {len(refused)} refused.",
+        f"{len(found)} of {len(suited())} recipes were measured: {len(built)} are built and {len(refused)} refused.",
         "",
         f"KL from `base` per token, in nats, over {STEPS} tokens decoded one by one after a prompt of {PROMPT}, of "
         "Python's reference (prose) and of its library (code): few tokens, so differences below 0.01 say little. "
