@@ -84,7 +84,8 @@ def stray(program: Program, names: Collection[str]) -> str | None:
             share = (codes * weight).sum(1)
             along, own = along + float(share.sum()), own + float(length.sum())
             scale = torch.where(length > 0, share / length.clamp(min=1e-30), 1.0)
-            off = ((codes - weight) ** 2).mean(1).sqrt() / step
+            apart = ((codes - weight) ** 2).mean(1).sqrt()
+            off = torch.where(apart == 0, 0.0, apart / step)  # a row of zeros has no step
             wrong = ~(((scale - 1).abs() <= _SCALE) & (off <= most))
             if bool(wrong.any()):
                 worst = int(torch.where(wrong, off.nan_to_num(torch.inf), -1.0).argmax())

@@ -198,7 +198,7 @@ LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("BF16", "Q8_0", 
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q5_1", *LONG])
+@pytest.mark.parametrize("kind", ["Q5_1", "F16", "Q4_0", *LONG])
 def test_an_artifact(kind, model, tmp_path):
     path = write(model, "llama", tmp_path / "m.gguf", kind, more=bpe())
     loaded = load_model(path)
@@ -234,10 +234,15 @@ def test_offsets_are_added(tmp_path, monkeypatch):
     loaded = load_model(path)
     wanted = logits(loaded.model, loaded.stored)
     errors = []
+
+    def stores(program, site, offsets, group):
+        """The offsets are there, and nothing reads them."""
+        program.params.put_away(f"{site.name}.offsets", offsets.t().contiguous())
+
     for off in ("", "_add_offsets", "_add_rows"):
         if off:
             monkeypatch.undo()
-            monkeypatch.setattr(_kept, off, lambda *_: None)
+            monkeypatch.setattr(_kept, off, stores)
         with accel.optimize(path, "base", max_context=32, verify=False) as compiled:
             with compiled.session() as session:
                 found = torch.from_numpy(session.run(TOKENS.numpy()))

@@ -175,7 +175,10 @@ def _without(weight: Tensor, offsets: Stored, group: int) -> Tensor:
     """A weight [N,K] less the offset of each group of columns, stored [G,N]."""
     if weight.is_meta:
         return weight
-    return weight - offsets.read().t().repeat_interleave(group, dim=1)[:, : weight.shape[1]]
+    less = offsets.read().t()
+    if weight.shape[1] == less.shape[1] * group:  # nothing as large as the weight beside it
+        return (weight.unflatten(1, (-1, group)) - less[..., None]).flatten(1)
+    return weight - less.repeat_interleave(group, dim=1)[:, : weight.shape[1]]
 
 
 def _add_offsets(program: Program, site: Site, offsets: Tensor, group: int) -> None:
