@@ -177,7 +177,7 @@ def _without(weight: Tensor, offsets: Stored, group: int) -> Tensor:
         return weight
     less = offsets.read().t()
     if weight.shape[1] == less.shape[1] * group:  # nothing as large as the weight beside it
-        return (weight.unflatten(1, (-1, group)) - less[..., None]).flatten(1)
+        return torch.flatten(weight.unflatten(1, (-1, group)) - less[..., None], 1)
     return weight - less.repeat_interleave(group, dim=1)[:, : weight.shape[1]]
 
 
