@@ -147,9 +147,9 @@ def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
     monkeypatch.setattr(draft_build, "read_tokenizer", lambda *_: Words("a", "b"))
     draft_build._check(plan, tmp_path, target, Words("a", "b"), facts, theirs)
     with pytest.raises(
-        RecipeError, match="another tokenizer .* name a model of the same tokens"
+        RecipeError, match="another tokenizer .* set `path` to a model of the same tokens"
     ) as e:
         draft_build._check(plan, tmp_path, target, Words("b", "a"), facts, theirs)
     assert "bundled" not in str(e.value)
-    with pytest.raises(RecipeError, match="the bundled one is of the bundled model; name a model"):
+    with pytest.raises(RecipeError, match="the bundled one is of the bundled model; set `path` to"):
         draft_build._check(plan, Gad().draft_folder(), target, Words("b", "a"), facts, theirs)

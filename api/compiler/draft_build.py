@@ -235,7 +235,7 @@ def _another(path: Path) -> str:
     """What to do where a draft model is not of the model's tokens."""
     bundled = path.resolve().is_relative_to(Path(str(files("accel.reference"))).resolve())
     own = "the bundled one is of the bundled model; " if bundled else ""
-    return f"{own}name a model of the same tokens, a folder or an artifact, as draft.path"
+    return f"{own}set `path` to a model of the same tokens, an artifact or a Hugging Face directory"
 
 
 def _check_tokens(

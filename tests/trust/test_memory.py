@@ -1,6 +1,5 @@
 """Memory stays flat over many loads and many requests: what is freed is given back."""
 
-import ctypes
 import gc
 import inspect
 import subprocess
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 import accel
+from accel.ir.scratch import trim
 
 from .conftest import PROMPT
 
@@ -21,8 +21,7 @@ MANY = [pytest.param(50, 500), pytest.param(1000, 10_000, marks=pytest.mark.long
 def resident():
     """Bytes of this process in memory, without freed ones that its allocator keeps."""
     gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    trim()
     return psutil.Process().memory_info().rss
 
 
@@ -51,8 +50,9 @@ def test_loads(artifact, loads, _):
 def test_loads_control(artifact):
     """Models that nobody lets go of are seen, in a process of its own: here, they fit into what other tests freed."""
     program = f"""
-import ctypes, gc, sys
+import gc, sys
 import accel, psutil
+from accel.ir.scratch import trim
 {inspect.getsource(resident)}
 {inspect.getsource(growth)}
 kept = []

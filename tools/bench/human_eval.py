@@ -32,11 +32,9 @@ from rich.progress import Progress
 
 import accel
 from accel.cli import told
+from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.tokenizer import read_tokenizer
-from accel.compiler.optimize import build_captured
-from accel.ir.capture.capture import capture
+from accel.compiler.choose.builds import Builds
 from accel.ir.errors import AccelError
 from accel.ir.recipe import Recipe, merge
 
@@ -137,8 +135,7 @@ def main(
     try:
         asked = problems(every)
         chosen = {name: recipe(name) for name in names}
-        tokenizer, loaded = read_tokenizer(None, model), load_model(model)
-        program = capture(loaded.model, max_context=CONTEXT, stored=loaded.stored)
+        builds = Builds(model, BuildOptions(max_context=CONTEXT, max_batch=ROWS))
         before = without_network()
         first: list[bool] | None = None
         rows = [
@@ -151,8 +148,7 @@ def main(
         ):
             for name, table in chosen.items():
                 task, out = bar.add_task(name, total=len(asked)), Path(place) / name
-                options = BuildOptions(max_context=CONTEXT, max_batch=ROWS)
-                build_captured(program, table, options, tokenizer, out).close()
+                builds.build(assemble(table), out).close()
                 start = time.perf_counter()
                 with accel.load(out, threads=threads) as artifact:
                     solved = answered(artifact, asked, before, lambda n, t=task: bar.advance(t, n))
