@@ -15,6 +15,8 @@ from torch import Tensor
 from accel.ir.capture.examples import example
 from accel.ir.entries.genai import GENAI
 from accel.ir.errors import Miscompiled, PassError
+from accel.ir.ops.codec import encode_rows
+from accel.ir.ops.groups import group_quantize
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
 from accel.ir.state import Part
@@ -91,7 +93,7 @@ class NumericCheck:
         share = 0.9 if lossy or slack else 1.0
         worst = quantile(errors, 0.5 if share < 1 and program.nodes(TOPK) else share)
         bound = max(Pass.error if fresh else step.error, slack)
-        if worst > bound and slack:
+        if worst > bound and codes_turn(program):
             bound = max(bound, NOISE * quantile(self._moved(plain, step.entry, found), 0.9))
         if worst > bound:
             said = f"the logits differ by {worst:.2e} of the largest, more than {bound:g}"
@@ -213,5 +215,10 @@ def codes_slack(program: Program) -> float:
     """How far the logits may move between two orders of the same additions, relative to the largest, where the
     cache rounds: a difference in the last place may take a value to the next step of its codes.
     """
+    return STEP_OF_CODES if program.nodes(encode_rows.default, group_quantize.default) else 0.0
+
+
+def codes_turn(program: Program) -> bool:
+    """Whether keys or values are kept in codes, by whatever operators: what these may move is measured, by `nudge`."""
     kept = [state for state in program.state if state.part in (Part.KEYS, Part.VALUES)]
-    return STEP_OF_CODES if any(state.dtype in _CODES for state in kept) else 0.0
+    return any(state.dtype in _CODES for state in kept)

@@ -29,7 +29,16 @@ from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.rules.accel_ops import BLOCK
 from accel.lowering.onnx.threads import default_threads
-from accel.passes.check import NOISE, codes_slack, differs, noise, nudge, quantile
+from accel.passes.check import (
+    NOISE,
+    codes_slack,
+    codes_turn,
+    differs,
+    noise,
+    nudge,
+    nudged,
+    quantile,
+)  # fmt: skip
 from accel.passes.exact import exact
 
 Values = dict[str, Tensor]
@@ -85,7 +94,7 @@ def entry_error(
             errors = [e for case in tried for e in _errors(session, case, not bound)]
             del session  # before the next one is opened
         found = max((quantile(e[e != 0], share) for e in errors), default=0.0)
-        if found > bound and codes_slack(program) and name != STEP.name:
+        if found > bound and codes_turn(program):
             bound = max(bound, _moved(program, name, tried, share))
         if found > bound:
             raise differs(
@@ -99,14 +108,13 @@ def entry_error(
 
 
 def _moved(program: Program, name: str, tried: Sequence[_Case], share: float) -> float:
-    """What may be left of the last places of an entry's inputs, relative to the largest value of an output: where codes
-    of one layer go by what those of another one stand for, that may be a step of them.
+    """What is left of the last places of an entry's inputs and of the model's vectors, relative to the largest value
+    of an output: where codes of one layer go by what those of another one stand for, that may be a step of them.
     """
     worst = 0.0
-    for case in tried:
-        (given,) = case.calls
+    for given, case in [(case.calls[0], case) for case in tried if len(case.calls) == 1]:
         near = {n: nudge(v) if v.is_floating_point() else v for n, v in given.items()}
-        got = exact(program).run(name, near)
+        got = nudged(exact(program)).run(name, near)
         errors = [_rows(got[n], want) for n, want in case.want.items()]
         worst = max([worst, *(quantile(e[e != 0], share) for e in errors)])
     return NOISE * worst
