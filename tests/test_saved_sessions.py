@@ -23,6 +23,7 @@ from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.errors import AccelError, ArtifactError, InputError, SavedSessionError
 from accel.ir.facts import Facts
 from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.call import Call
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.model.requests import prompt_behind
 from accel.runtime.session import file as session_file
@@ -184,18 +185,6 @@ def test_the_law_catches_an_observer_that_forgets(model, name, kind, tmp_path, m
     monkeypatch.setattr(cls, "restore", lambda self, backend, numbers, lengths: None)
     with pytest.raises((AssertionError, IndexError, ValueError, RuntimeError, AccelError)):
         law(model(name), tmp_path / "one.session")
-
-
-@pytest.mark.long
-def test_an_observer_that_cannot_be_saved_is_named(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(EvictionState, "numbers", SessionObserver.numbers)
-    with begun(model("snapkv")) as session:
-        with pytest.raises(
-            SavedSessionError, match="a session with EvictionState cannot be saved yet"
-        ):
-            session.save(tmp_path / "one.session")
-        session.run(TOKENS[:, [40]])
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -458,11 +447,13 @@ def test_no_prompt_behind_a_session_is_named():
 
 def test_marks_of_the_next_call_are_saved():
     marks = Marks.new(2).coming([[0, 1, 1], [2, -1, -1]], [2, -1], [3, 1])
-    again = Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([7, 5]), False)
+    again = Marks.new(2).restored(marks.numbers()).begun(Call(np.array([4, 4]), np.array([7, 5])))
     assert again.units[:, 4:].tolist() == [[0, 1, 1], [2, -1, -1]]
-    assert again.question.tolist() == [6, -1] and Marks.of(again.numbers()).next is None
+    assert (
+        again.question.tolist() == [6, -1] and Marks.new(2).restored(again.numbers()).next is None
+    )
     with pytest.raises(InputError, match="3 tokens of row 0 are marked, but the call has 1"):
-        Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([5, 5]), False)
+        Marks.new(2).restored(marks.numbers()).begun(Call(np.array([4, 4]), np.array([5, 5])))
 
 
 # Rows

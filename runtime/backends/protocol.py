@@ -10,10 +10,8 @@ import numpy.typing as npt
 
 from accel.ir.sizes import FEW
 from accel.ir.state import Part, StateValue
+from accel.runtime.call import Arrays, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
-
-Arrays = dict[str, npt.NDArray[Any]]
-Logits = npt.NDArray[np.float32]
 
 
 class Compression(Protocol):
@@ -43,12 +41,21 @@ class BackendSession(Protocol):
         positions: Ints,
         slots: Ints,
         rows: Ints,
-        observe: bool = False,
+        want: Collection[str] = (),
         tree: Bools | None = None,
-    ) -> Logits:
-        """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
-        caller's own. `tree` [B,T,W]: which of the slots from `slots` on each token sees; None: all before it.
+    ) -> Outputs:
+        """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], and the outputs `want`
+        (of `extra`), all of them the caller's own. `tree` [B,T,W]: which of the slots from `slots` on each token sees;
+        None: all before it.
         """
+
+    @property
+    def entries(self) -> Collection[str]:
+        """The names of the graphs."""
+
+    @property
+    def extra(self) -> Collection[str]:
+        """The names of what a step can give beside logits and state, [B,T,…]."""
 
     def part(self, entry: str, given: Arrays) -> Arrays:
         """One call of another entry over the state: its inputs by name -> what it gives beside the state."""
@@ -82,10 +89,6 @@ class BackendSession(Protocol):
 
     def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Other buffers for some of the state: shared where the step only reads them. `resize` comes next."""
-
-    @property
-    def observed(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Queries [B,T,H,D] of the last step, where it was told to `observe`."""
 
     def copy(self, rows: Ints | None = None) -> BackendSession:
         """An independent backend session with a copy of the state: of all rows, or of these [n]."""

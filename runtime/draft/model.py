@@ -15,7 +15,7 @@ import numpy as np
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.recipe import Recipe
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More

@@ -16,7 +16,7 @@ from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row

@@ -10,7 +10,7 @@ import numpy as np
 
 from accel.ir.errors import RecipeError
 from accel.ir.trained import Tensors
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.length import Pace
 from accel.runtime.length._head import Array, Head, chance
 from accel.runtime.speculation.round_cost import RoundCost

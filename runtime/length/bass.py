@@ -8,7 +8,7 @@ from typing import Self
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Base, Pace, Paces

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from accel.ir.axis import count
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.length._head import Array, spread
 from accel.runtime.length._of_rounds import OfRounds, Reader, likely
 from accel.runtime.tree import Level

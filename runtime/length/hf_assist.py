@@ -12,7 +12,7 @@ import numpy as np
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError, unknown
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.round_cost import RoundCost
 from accel.runtime.tree import Level

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.trained import Tensors
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.length import Pace
 from accel.runtime.length._head import Array, OfTokens, chance, silu, spread
 from accel.runtime.speculation.round_cost import RoundCost

@@ -13,7 +13,7 @@ import numpy as np
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Base, Paces

@@ -11,7 +11,7 @@ import numpy as np
 
 from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base

@@ -12,7 +12,7 @@ import numpy as np
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.row import Row

@@ -15,7 +15,7 @@ import numpy as np
 from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.backends import clock
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds, begin_figures, picked
 from accel.runtime.decode.row import Row

@@ -15,7 +15,7 @@ import numpy as np
 from accel.ir.axis import count
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.judge import Judge
 from accel.runtime.decode.rounds import Rounds, begin_figures

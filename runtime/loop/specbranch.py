@@ -11,7 +11,7 @@ import numpy as np
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.draft._levels import Levels
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop._parallel import Ahead, Parallel

@@ -16,7 +16,8 @@ from accel.runtime.artifact.artifact import Artifact, copy_artifact
 from accel.runtime.artifact.shipped import located
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.onnx.tune import Tuning
-from accel.runtime.backends.protocol import Backend, Logits
+from accel.runtime.backends.protocol import Backend
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
 from accel.runtime.decode.judge import Judge, JudgeFunction

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
 from accel.ir.errors import AccelError, InputError
 from accel.runtime.backends.buffers import STEP
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits, whole_tiles
-from accel.runtime.inputs.calls import call_tokens, check_no_plan, row_parts
+from accel.runtime.backends.protocol import BackendSession, whole_tiles
+from accel.runtime.call import Arrays, Call, Logits, Outputs
+from accel.runtime.inputs.calls import call_tokens, row_parts
 from accel.runtime.inputs.ints import Bools, Ints
+from accel.runtime.session.extra import Extra, check_names
 from accel.runtime.session.flat import flat_call, pays
+from accel.runtime.session.observers import observer_classes
 from accel.runtime.session.observers.observer import SessionObserver
 from accel.runtime.session.rows import Kin, wanted_rows
 
@@ -23,7 +27,8 @@ LOST = (
     "a call failed ({}) after some of its tokens had been evicted or counted, which cannot be undone; "
     "this session is closed, open another with model.session()"
 )
-_NO_QUERIES: Arrays = {}
+NONE: Mapping[str, Any] = MappingProxyType({})
+_NOTHING: Arrays = {}
 
 
 class LaidAdapter(Protocol):
@@ -71,12 +76,9 @@ class SessionCore:
         self._gone: Ints = np.zeros(
             batch, np.int64
         )  # tokens of a call's rows whose places others took
-        self._steered = any(one.steers for one in self.observers)
-        self._stays = not any(  # no slot is taken away or added between the parts of a prompt
-            getattr(type(one), name) is not getattr(SessionObserver, name)
-            for one in self.observers
-            for name in ("settle", "make_room", "slots")
-        )
+        self._hearing = self.observers  # of the steps of a call
+        self._stays = not any(one.moves_slots for one in self.observers)
+        self._controls = {name for one in self.observers for name in one.controls}
 
     @property
     def backend(self) -> BackendSession:
@@ -146,28 +148,49 @@ class SessionCore:
         other.kin = Kin.copies(rows, other.lengths)
         return other
 
+    def call(
+        self,
+        tokens: Any,
+        lengths: Any,
+        last_only: bool,
+        want: Collection[str],
+        controls: Mapping[str, Any],
+    ) -> Outputs:
+        """See `Session.step`."""
+        check_names("output", want, self.backend.extra)
+        before, extra = self.lengths, Extra(want, self.batch, last_only)
+        ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
+        self._hearing = (*self.observers, extra)
+        try:
+            logits = self.run(ids, counts, last_only, controls)
+        finally:
+            self._hearing = self.observers
+        if want and extra.missed(np.full(self.batch, ids.shape[1]) if counts is None else counts):
+            self.back(before)
+            raise InputError(
+                f"{', '.join(want)}: this model's recipe runs tokens of the call without its step, which gives them; "
+                "run fewer tokens in a call, or build with another recipe"
+            )
+        return Outputs(logits, extra.outputs())
+
     def run(
         self,
         tokens: Any,
         lengths: Any,
         last_only: bool,
-        run_layers: Any = None,
-        threshold: float | None = None,
+        controls: Mapping[str, Any] = NONE,
         prompt: bool = False,
-        coarse: bool = False,
     ) -> Logits:
         """See `Session.run`; `prompt`: a prompt ends with these tokens."""
-        if coarse:
-            with self._coarse():
-                return self.run(tokens, lengths, last_only, run_layers, threshold, prompt)
         backend, before = self.backend, self.lengths
         ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
         after = before + (ids.shape[1] if counts is None else counts)
         self._gone = np.zeros_like(before)
-        if not self._steered:
-            check_no_plan(run_layers, threshold)
+        if controls:
+            controls = self._checked(controls)
+        call = Call(before, after, prompt, controls)
         for one in self.observers:
-            one.begin(backend, before, after, run_layers, threshold, prompt)
+            one.begin(backend, call)
         try:
             self.catch_up()
             if last_only:
@@ -336,8 +359,9 @@ class SessionCore:
     def whole_prompt(self, counts: Ints) -> Iterator[None]:
         """See `Calls`."""
         before = self.lengths
+        call = Call(before, before + counts, prompt=True)
         for one in self.observers:
-            one.begin(self.backend, before, before + counts, None, None, True)
+            one.begin(self.backend, call)
         try:
             yield
         except BaseException as error:
@@ -346,8 +370,9 @@ class SessionCore:
 
     def begin_tree(self, after: Ints) -> None:
         """A call comes that may be given up again, in which rows would grow to `after` tokens."""
+        call = Call(self.lengths, after)
         for one in self.observers:
-            one.begin(self.backend, self.lengths, after, None, None, False)
+            one.begin(self.backend, call)
 
     def end_tree(self, tokens: Ints, positions: Ints, after: Ints) -> None:
         """Of that call rows keep tokens [B,n] at these positions, and then hold `after` of them."""
@@ -380,18 +405,18 @@ class SessionCore:
         backend, wanted = self.backend, rows.shape[1]
         if self._tile > 1:
             tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
-        observe = False
         self.make_room(slots, tokens.shape[1])
-        listeners = (self.observers if observers is None else observers) if tree is None else ()
+        listeners = (self._hearing if observers is None else observers) if tree is None else ()
         start = time.perf_counter()
-        for one in listeners:
-            observe |= one.before(backend, tokens.shape[1])
-        if backend.flat and tree is None and not observe and pays(real, tokens.size):
+        want = dict.fromkeys(n for one in listeners for n in one.before(backend, tokens.shape[1]))
+        if backend.flat and tree is None and not want and pays(real, tokens.size):
             logits = flat_call(backend, tokens, positions, slots, rows, self.vocab_size)
+            extra = _NOTHING
         else:
-            logits = backend.step(tokens, positions, slots, rows, observe, tree)
+            out = backend.step(tokens, positions, slots, rows, want, tree)
+            logits, extra = out.logits, out.extra
         for one in listeners:
-            one.after(tokens, positions, backend.observed if observe else _NO_QUERIES)
+            one.after(tokens, positions, extra)
         self.count(1, real, start)
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
 
@@ -403,9 +428,9 @@ class SessionCore:
             one.before(self.backend, tokens.shape[1])
         rows = np.zeros((self.batch, 1), np.int64)
         inputs = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
-        queries = self.backend.part(entry, inputs)
+        extra = self.backend.part(entry, inputs)
         for one in self.observers:
-            one.after(tokens, positions, queries)
+            one.after(tokens, positions, extra)
         self.count(1, real, start)
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
@@ -416,7 +441,7 @@ class SessionCore:
     def heard(self, tokens: Ints, positions: Ints) -> None:
         """See `Calls`."""
         for one in self.observers:
-            one.after(tokens, positions, _NO_QUERIES)
+            one.after(tokens, positions, _NOTHING)
 
     def make_room(self, slots: Ints, width: int) -> None:
         """For a graph call of `width` columns from these slots [B] on, and what pads them to whole tiles."""
@@ -475,22 +500,18 @@ class SessionCore:
         if counts is None and ids.shape[1] <= CHUNK:
             return self._whole(ids, last_only)
         full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
-        return self._chunks(ids, full, self.lengths, last_only, self.observers)
+        return self._chunks(ids, full, self.lengths, last_only, self._hearing)
 
-    @contextmanager
-    def _coarse(self) -> Iterator[None]:
-        """Graph calls read the cache coarsely meanwhile. Raises InputError where they cannot."""
-        backend = self.backend
-        if not any([one.reads(backend, True) for one in self.observers]):
-            raise InputError(
-                "coarse: this model reads its cache in one way; build it with a kv.codec that has two, such as "
-                "quantspec-kv"
-            )
-        try:
-            yield
-        finally:
-            for one in self.observers:
-                one.reads(backend, False)
+    def _checked(self, controls: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that were given a value. Raises InputError where no observer of the session takes one."""
+        found = {name: value for name, value in controls.items() if value is not None}
+        for name in found.keys() - self._controls:
+            declared = {
+                n: lacks for kind in observer_classes() for n, lacks in kind.controls.items()
+            }
+            check_names("control of a call", [name], declared)
+            raise InputError(declared[name])
+        return found
 
     def _whole(self, ids: Ints, last_only: bool) -> Logits:
         """One graph call without padding."""

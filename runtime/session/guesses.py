@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError, shown
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.inputs.calls import call_tokens, columns_of, path_of, tree_of
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.core import SessionCore

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from accel.ir.errors import InputError, shown
-from accel.runtime.backends.protocol import BackendSession, Logits
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays, Logits, Outputs
 from accel.runtime.inputs.calls import call_tokens, rewind_target
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.session.core import CHUNK, LaidAdapter, SessionCore
+from accel.runtime.session.extra import check_names
 from accel.runtime.session.flat import pays
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
@@ -176,14 +178,7 @@ class Session:
         self.rewind(0)
 
     def run(
-        self,
-        tokens: Any,
-        lengths: Any = None,
-        *,
-        last_only: bool = False,
-        run_layers: Any = None,
-        threshold: float | None = None,
-        coarse: bool = False,
+        self, tokens: Any, lengths: Any = None, *, last_only: bool = False, **controls: Any
     ) -> Logits:
         """Append tokens [B,T] and return the logits after each, float32 [B,T,V].
 
@@ -194,17 +189,45 @@ class Session:
             lengths: number of valid tokens per row [B], each 0..T (default: T). The rest, on the right, is
                 padding: any ids, with logits 0 and no effect.
             last_only: return only the logits of each row's last valid token, [B,1,V].
-            run_layers: bools [L], the layers to run; for a model with a depth method. Default: all layers
-                for a prompt, the recipe's for single tokens after it.
-            threshold: confidence for early exit; for a model with exits. Default: no exit in a prompt,
-                then the recipe's.
-            coarse: read the cache in fewer bits than it is stored in, as a draft does; for a model whose kv.codec can.
+            controls: what the model's methods take beside the tokens. `run_layers`: bools [L], the layers to run, with
+                a depth method (default: all layers for a prompt, the recipe's for single tokens after it).
+                `threshold`: confidence for early exit, with exits (default: no exit in a prompt, then the recipe's).
+                `coarse`: read the cache in fewer bits than it is stored in, as a draft does, with a kv.codec that can.
 
         Raises:
             InputError: the call is invalid. The session is unchanged, or closed if tokens of a failed
                 call were already evicted or counted.
         """
-        return self._open().run(tokens, lengths, last_only, run_layers, threshold, coarse=coarse)
+        return self._open().run(tokens, lengths, last_only, controls)
+
+    def step(
+        self,
+        tokens: Any,
+        lengths: Any = None,
+        *,
+        want: Collection[str] = (),
+        last_only: bool = False,
+        **controls: Any,
+    ) -> Outputs:
+        """As `run`, with the outputs `want` beside the logits: of each token [B,T,…], or of the last one [B,1,…]. 0 for
+        padding. `extra` has their names: a method adds one to the graph, such as the hidden states that a head reads.
+
+        Raises InputError, as `run`; also where the model has no such output.
+        """
+        return self._open().call(tokens, lengths, last_only, want, controls)
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """The names of what a step can give beside the logits."""
+        return tuple(self._core.backend.extra)
+
+    def entry(self, name: str, inputs: Arrays) -> Arrays:
+        """One call of another graph of the model over this session's state, such as a head: its inputs by name -> what
+        it gives beside the state. Rows hold what they held. Raises InputError where the model has no such graph.
+        """
+        core = self._open(same=True)
+        check_names("entry", [name], core.backend.entries)
+        return core.backend.part(name, inputs)
 
     def prompt(self, tokens: Any, lengths: Any = None) -> Logits:
         """Append whole prompts [B,T] and return the logits after each row's last token, float32 [B,1,V].

@@ -38,8 +38,9 @@ class Biased:
         return getattr(self.inner, name)
 
     def step(self, *args):
-        logits = self.inner.step(*args)
-        return logits + self.strength * self.bias[..., : logits.shape[-1]]
+        out = self.inner.step(*args)
+        bias = self.strength * self.bias[..., : out.logits.shape[-1]]
+        return replace(out, logits=out.logits + bias)
 
 
 @dataclass

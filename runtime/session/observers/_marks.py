@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.call import Arrays, Call
 from accel.runtime.inputs.ints import Bools, Ints, as_ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import ByRow, PerRow, Rows
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Coming:
 
 
 @dataclass(frozen=True)
-class Marks:
+class Marks(Rows):
     """prompt [B]: the length of a row at the end of its last prompt. running [B]: a prompt is not yet whole. units
     [B,N]: of each token, by position (-1: none). question [B]: the position where it begins (-1: nowhere).
     """
 
-    prompt: Ints
-    running: Bools
-    units: Ints
-    question: Ints
+    prompt: PerRow
+    running: Annotated[Bools, ByRow()]
+    units: Annotated[Ints, ByRow(fill=-1)]
+    question: PerRow
     next: Coming | None = None
 
     @classmethod
@@ -68,12 +68,11 @@ class Marks:
         begins = np.broadcast_to(where.reshape(-1), (batch,))
         return replace(self, next=Coming(table, begins, counts))
 
-    def begun(self, before: Ints, after: Ints, prompt: bool) -> Marks:
-        """Rows shall grow from `before` to `after` tokens, `prompt`: to the end of one. Raises InputError where others
-        were marked.
-        """
+    def begun(self, call: Call) -> Marks:
+        """A call comes. Raises InputError where others were marked."""
+        before, after = call.before, call.after
         count = after - before
-        running = self.running | (count > (0 if prompt else 1))
+        running = self.running | (count > (0 if call.prompt else 1))
         found = replace(self, running=running)
         if self.next is None:
             return found
@@ -119,41 +118,28 @@ class Marks:
         return {name: every[name] for name in names}
 
     def numbers(self) -> Arrays:
-        """All of it, for a file: `of` reads it back."""
-        found: Arrays = {
-            "prompt": self.prompt,
-            "running": self.running,
-            "units": self.units,
-            "question": self.question,
-        }
+        """See Rows. With what comes next."""
+        found = super().numbers()
         if self.next is not None:
             told = {"units": self.next.units, "counts": self.next.counts}
             found["next.question"] = self.next.question
             found |= {f"next.{name}": array for name, array in told.items() if array is not None}
-        return {f"marks.{name}": array for name, array in found.items()}
+        return found
 
-    @classmethod
-    def of(cls, numbers: Arrays) -> Marks:
-        """Those of which `numbers` were given."""
-        known = {n.removeprefix("marks."): a for n, a in numbers.items() if n.startswith("marks.")}
-        question, following = known.get("next.question"), None
+    def restored(self, numbers: Arrays) -> Self:
+        """See Rows."""
+        question, following = numbers.get("next.question"), None
         if question is not None:
-            following = Coming(known.get("next.units"), question, known.get("next.counts"))
-        prompt, running = known["prompt"], known["running"]
-        return cls(prompt, running, known["units"], known["question"], following)
+            following = Coming(numbers.get("next.units"), question, numbers.get("next.counts"))
+        return replace(super().restored(numbers), next=following)
 
-    def select(self, rows: Ints) -> Marks:
-        """Row i is what row rows[i] was."""
-        return Marks(self.prompt[rows], self.running[rows], self.units[rows], self.question[rows])
+    def select(self, rows: Ints) -> Self:
+        """See Rows. Nothing is told of what comes next."""
+        return replace(super().select(rows), next=None)
 
-    def join(self, other: Marks) -> Marks:
-        """Its rows follow these, of which none is told what comes next."""
-        return Marks(
-            stacked(self.prompt, other.prompt),
-            stacked(self.running, other.running),
-            stacked(self.units, other.units, fill=-1),
-            stacked(self.question, other.question),
-        )
+    def join(self, other: Self) -> Self:
+        """See Rows. Nothing is told of what comes next."""
+        return replace(super().join(other), next=None)
 
     def rewound(self, lengths: Ints) -> Marks:
         """Without marks of tokens from `lengths` [B] on."""

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from accel.ir.entries.compress import is_queries
 from accel.ir.prefill import Pick
 from accel.ir.sizes import FEW
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Bools, Ints
 
 Scores = npt.NDArray[np.float32]

@@ -2,86 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import ByRow, PerRow, Rows
 from accel.runtime.session.observers.observer import Calls, SessionObserver
 
 _ROOM = 16  # positions that a repeat needs at least: fewer would take too many calls
 
 
 @dataclass(frozen=True)
-class PromptLog:
+class PromptLog(Rows):
     """The tokens of a prompt, `tokens` [B,N] at `positions` [B,N] (-1: none)."""
 
-    batch: int
-    tokens: Ints | None = None
-    positions: Ints | None = None
+    tokens: PerRow
+    positions: Annotated[Ints, ByRow(fill=-1)]
+
+    @classmethod
+    def new(cls, batch: int) -> PromptLog:
+        """Of rows without a prompt."""
+        return cls(np.zeros((batch, 0), np.int64), np.zeros((batch, 0), np.int64))
+
+    def restored(self, numbers: Arrays) -> Self:
+        """See Rows. A file leaves out a log of nothing."""
+        return super().restored(numbers) if numbers else self
+
+    def numbers(self) -> Arrays:
+        """See Rows."""
+        return super().numbers() if self.tokens.size else {}
 
     def add(self, tokens: Ints, positions: Ints) -> PromptLog:
         """With those of a call."""
-        if self.tokens is None or self.positions is None:
-            return PromptLog(self.batch, tokens, positions)
         return PromptLog(
-            self.batch,
             np.concatenate([self.tokens, tokens], axis=1),
             np.concatenate([self.positions, positions], axis=1),
         )
 
-    def numbers(self) -> Arrays:
-        """All of it, for a file: `of` reads it back."""
-        if self.tokens is None or self.positions is None:
-            return {}
-        return {"log.tokens": self.tokens, "log.positions": self.positions}
-
-    @classmethod
-    def of(cls, batch: int, numbers: Arrays) -> PromptLog:
-        """The one of which `numbers` were given."""
-        return cls(batch, numbers.get("log.tokens"), numbers.get("log.positions"))
-
-    def select(self, rows: Ints) -> PromptLog:
-        """Row i is what row rows[i] was."""
-        if self.tokens is None or self.positions is None:
-            return PromptLog(rows.size)
-        return PromptLog(rows.size, self.tokens[rows], self.positions[rows])
-
-    def join(self, other: PromptLog) -> PromptLog:
-        """Its rows follow these."""
-        tokens, positions = self._placed()
-        its, places = other._placed()
-        batch = self.batch + other.batch
-        return PromptLog(batch, stacked(tokens, its), stacked(positions, places, fill=-1))
-
-    def _placed(self) -> tuple[Ints, Ints]:
-        if self.tokens is None or self.positions is None:
-            return np.zeros((self.batch, 0), np.int64), np.zeros((self.batch, 0), np.int64)
-        return self.tokens, self.positions
-
     def rewound(self, lengths: Ints) -> PromptLog:
         """Without tokens from `lengths` [B] on."""
-        if self.positions is None:
-            return self
-        gone = self.positions >= lengths[:, None]
-        return PromptLog(self.batch, self.tokens, np.where(gone, -1, self.positions))
+        return PromptLog(
+            self.tokens, np.where(self.positions >= lengths[:, None], -1, self.positions)
+        )
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> PromptLog:
         """Without the tokens of these rows."""
-        if self.positions is None:
-            return self
-        return PromptLog(self.batch, self.tokens, np.where(rows[:, None], -1, self.positions))
+        return PromptLog(self.tokens, np.where(rows[:, None], -1, self.positions))
 
     def ragged(self) -> tuple[Ints, Ints]:
         """The tokens, each row's in the order of their positions [B,M], and how many they are [B]."""
-        if self.tokens is None or self.positions is None:
-            return np.zeros((self.batch, 0), np.int64), np.zeros(self.batch, np.int64)
         there = self.positions >= 0
         counts = there.sum(1)
         order = np.argsort(np.where(there, self.positions, 1 << 60), axis=1, kind="stable")
@@ -114,18 +90,19 @@ class Question:
 
 
 class Listener(SessionObserver):
-    """The queries of what runs aside, `queries` [B,T,H,D] by name at `positions` [B,T], call after call."""
+    """Extra outputs `names` [B,T,…] of what runs aside, by name at `positions` [B,T], call after call."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
         self.heard: list[tuple[Arrays, Ints]] = []
 
-    def before(self, backend: BackendSession, width: int) -> bool:
+    def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """See SessionObserver."""
-        return True
+        return self._names
 
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """See SessionObserver."""
-        self.heard.append((queries, positions))
+        self.heard.append((extra, positions))
 
 
 def last_tokens(before: Ints, tokens: Ints, positions: Ints) -> Ints:

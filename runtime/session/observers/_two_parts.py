@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from accel.ir.entries.blend import EARLY, LATE
 from accel.ir.state import POSITIONS
-from accel.runtime.backends.protocol import Arrays, Logits
+from accel.runtime.call import Arrays, Logits
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.observers.observer import Calls
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers._kv_plan import kv_plan
 from accel.runtime.session.observers.eviction import EvictionState

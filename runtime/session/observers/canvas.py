@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from accel.ir.diffusion import Diffusion
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.call import Logits
 from accel.runtime.inputs.calls import call_tokens
 from accel.runtime.inputs.ints import Ints, as_ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import PerRow
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
@@ -29,14 +29,14 @@ class CanvasState(SessionObserver):
     each other.
     """
 
+    filled: PerRow  # tokens, and those forgotten since
+
     rewrites = True
     capabilities = Capabilities(width=1, chunks=False)  # rows of a call see each other
 
     def __init__(self, diffusion: Diffusion, batch: int):
         self.diffusion = diffusion
-        self.filled: Ints = np.zeros(
-            batch, np.int64
-        )  # tokens of each row, and those forgotten since
+        self.filled = np.zeros(batch, np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -78,28 +78,6 @@ class CanvasState(SessionObserver):
             empty = counts[:, None] == 0 if last_only else np.arange(width) >= counts[:, None]
             logits[np.broadcast_to(empty, logits.shape[:2])] = 0
         return logits
-
-    def select(self, rows: Ints) -> None:
-        """See SessionObserver."""
-        self.filled = self.filled[rows]
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver."""
-        self.filled = stacked(self.filled, other.filled)
-
-    def copy(self) -> Self:
-        """See SessionObserver."""
-        other = type(self)(self.diffusion, 0)
-        other.filled = self.filled
-        return other
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver."""
-        return {"filled": self.filled}
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """See SessionObserver."""
-        self.filled = numbers["filled"]
 
     def _written(
         self, calls: Calls, ids: Ints, first: Ints, counts: Ints, after: Ints, rows: Any

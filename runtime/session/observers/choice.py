@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import numpy as np
 
 from accel.ir.errors import InputError
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import PerRow
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -26,11 +24,13 @@ class ChoiceMemory(SessionObserver):
     than the one before, which wide calls leave, too.
     """
 
+    _wide: PerRow  # [B,N], which tokens chose nothing
+
     capabilities = Capabilities(back=FEW, width=FEW, trees=False, chunks=False)
 
     def __init__(self, history: bool, batch: int):
         self._history = history
-        self._wide: Ints = np.zeros((batch, 0), np.bool_)  # tokens that chose nothing
+        self._wide = np.zeros((batch, 0), np.bool_)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -40,7 +40,7 @@ class ChoiceMemory(SessionObserver):
         history = found is not None and found.history
         return ObserverFactory(lambda n: cls(history, n)) if there else None
 
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """See SessionObserver."""
         end = int(positions.max()) + 1
         wide = np.pad(self._wide, ((0, 0), (0, max(0, end - self._wide.shape[1]))))
@@ -57,25 +57,3 @@ class ChoiceMemory(SessionObserver):
                     f"last {FEW} are known; give {length - FEW}..{length}, "
                     + ("or 0" if self._history else "the end of a prompt, or 0")
                 )
-
-    def select(self, rows: Ints) -> None:
-        """See SessionObserver."""
-        self._wide = self._wide[rows]
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver."""
-        self._wide = stacked(self._wide, other._wide)
-
-    def copy(self) -> Self:
-        """Of its own: what it holds is replaced, never written."""
-        other = type(self)(self._history, len(self._wide))
-        other._wide = self._wide
-        return other
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver."""
-        return {"wide": self._wide}
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """See SessionObserver."""
-        self._wide = numbers["wide"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -10,10 +10,11 @@ from accel.ir.entries.blend import EARLY
 from accel.ir.entries.shift import SHIFT, keys_of, turned_of
 from accel.ir.errors import InputError
 from accel.ir.state import POSITIONS, Part, name_of
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays, Logits
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.inputs.prompts import as_count
-from accel.runtime.inputs.token_log import Log
+from accel.runtime.rows import ByRow
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
@@ -21,10 +22,13 @@ from accel.runtime.session.observers.observer import (
     ObserverFactory,
     SessionObserver,
 )
+from accel.runtime.token_log import Log
 
 
 class Edits(SessionObserver):
     """Which tokens the rows hold, and how some of them become others. The i-th slot of a row holds token i."""
+
+    log: Annotated[Log, ByRow(name="")]
 
     capabilities = Capabilities(trees=False)
 
@@ -37,31 +41,9 @@ class Edits(SessionObserver):
         alone = SHIFT.name in model.entries and EARLY not in model.entries
         return ObserverFactory(cls) if alone else None
 
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """See SessionObserver."""
         self.log.note(tokens, positions)
-
-    def select(self, rows: Ints) -> None:
-        """See SessionObserver."""
-        self.log.select(rows)
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver."""
-        self.log.join(other.log)
-
-    def copy(self) -> Self:
-        """See SessionObserver."""
-        other = type(self)(0)
-        other.log = self.log.copy()
-        return other
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver."""
-        return {"ids": self.log.ids}
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """See SessionObserver."""
-        self.log.ids = numbers["ids"]
 
     def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits:
         """See `Session.edit`."""

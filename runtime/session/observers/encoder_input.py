@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Self
-
-import numpy as np
+from typing import Annotated, Any
 
 from accel.ir.errors import InputError
 from accel.ir.facts import EncoderFacts
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Call
 from accel.runtime.inputs.encoder_inputs import entry_inputs
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.rows import Whole
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
@@ -23,6 +22,8 @@ from accel.runtime.session.observers.observer import (
 
 class EncoderInput(SessionObserver):
     """Whether the encoder was given its input; the cross state is the backend's."""
+
+    encoded: Annotated[bool, Whole()]
 
     order = 0  # it refuses before others prepare a call
     capabilities = Capabilities(
@@ -48,29 +49,7 @@ class EncoderInput(SessionObserver):
         self.encoded = True
         return True
 
-    def begin(
-        self,
-        backend: BackendSession,
-        before: Ints,
-        after: Ints,
-        run_layers: Any,
-        threshold: Any,
-        prompt: bool,
-    ) -> None:
+    def begin(self, backend: BackendSession, call: Call) -> None:
         """See SessionObserver."""
         if not self.encoded:
             raise InputError("this model has an encoder: call session.encode(inputs) before run")
-
-    def copy(self) -> Self:
-        """See SessionObserver."""
-        other = type(self)(self.encoder)
-        other.encoded = self.encoded
-        return other
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver."""
-        return {"encoded": np.array(self.encoded)}
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """See SessionObserver."""
-        self.encoded = bool(numbers["encoded"])

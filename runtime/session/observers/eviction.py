@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,10 @@ from accel.ir.entries.compress import (
     room_of,
 )
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays, Call, Logits
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import ByRow, PerRow, values
 from accel.runtime.session.observers._kv_plan import KvPlan, kv_plan
 from accel.runtime.session.observers._marks import Marks
 from accel.runtime.session.observers._rehearsal import (
@@ -46,61 +47,40 @@ class EvictionState(SessionObserver):
     `base` [B]: tokens before it were compressed, those from it on lie in the recent slots.
     """
 
+    base: PerRow
+    _kept: Annotated[Ints, ByRow(axis=1)]  # [L,B]
+    _calm: PerRow  # below these lengths there is nothing to drop
+    _queries: Annotated[Arrays, ByRow(right=(1,))]
+    _query_positions: Annotated[  # of each stage
+        dict[int, Ints], ByRow(fill=-1, right=(1,), name="positions/")
+    ]
+    _last: PerRow  # token of each row; where guesses are made
+    _prompt: Annotated[PromptLog, ByRow(name="log.")]
+    _marks: Annotated[Marks, ByRow()]
+
     order = 20  # it may compress the slots that others know of
+    moves_slots = True
 
     def __init__(self, plan: KvPlan, batch: int):
         self.plan = plan
-        self.base: Ints = np.zeros(batch, np.int64)
-        self._kept: Ints = np.zeros((len(plan.heads), batch), np.int64)
-        self._calm: Ints = np.zeros(batch, np.int64)  # below these lengths there is nothing to drop
-        self._queries: Arrays = {}
-        self._query_positions = {  # of each stage
+        self._names = tuple(map(queries_of, plan.heads))
+        self.base = self._calm = np.zeros(batch, np.int64)
+        self._kept = np.zeros((len(plan.heads), batch), np.int64)
+        self._queries = {}
+        self._query_positions = {
             stage: np.zeros((batch, 0), np.int64) for stage in sorted({0, *plan.stages.values()})
         }
-        self._last: Ints = np.full(batch, -1)  # token of each row; where guesses are made
-        self._prompt = PromptLog(batch)
-        self._marks = Marks.new(batch)
+        self._last = np.full(batch, -1)
+        self._prompt, self._marks = PromptLog.new(batch), Marks.new(batch)
         self._guesses = False  # in a fork that makes them
         self._question: Question | None = None  # of the call that runs
-        self._before = self._numbers  # the call
+        self._before = values(self)  # the call
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Where the recipe drops tokens."""
         plan = kv_plan(model.tables, model.facts.kv, model.state)
         return None if plan is None or plan.flush else ObserverFactory(lambda n: cls(plan, n))
-
-    @property
-    def _numbers(self) -> tuple[Any, ...]:
-        """All that changes; nothing of it is written in place."""
-        return (
-            *(self.base, self._kept, self._calm, self._queries, self._query_positions),
-            *(self._last, self._prompt, self._marks),
-        )
-
-    def _restore(self, numbers: tuple[Any, ...]) -> None:
-        self.base, self._kept, self._calm, self._queries, self._query_positions = numbers[:5]
-        self._last, self._prompt, self._marks = numbers[5:]
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver."""
-        found: Arrays = {
-            "base": self.base,
-            "kept": self._kept,
-            "calm": self._calm,
-            "last": self._last,
-        }
-        found |= {f"queries/{name}": queries for name, queries in self._queries.items()}
-        found |= {f"positions/{stage}": where for stage, where in self._query_positions.items()}
-        return found | self._prompt.numbers() | self._marks.numbers()
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """See SessionObserver."""
-        self.base, self._kept, self._calm = numbers["base"], numbers["kept"], numbers["calm"]
-        self._last = numbers["last"]
-        self._queries = {n: numbers[f"queries/{n}"] for n in _under("queries/", numbers)}
-        self._query_positions = {s: numbers[f"positions/{s}"] for s in self._query_positions}
-        self._prompt, self._marks = PromptLog.of(len(lengths), numbers), Marks.of(numbers)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -125,56 +105,10 @@ class EvictionState(SessionObserver):
         """See SessionObserver."""
         return self.base.copy()
 
-    def copy(self) -> Self:
-        """Of its own: what it holds is replaced, never written."""
-        other = type(self)(self.plan, len(self.base))
-        other._restore(self._numbers)
-        return other
-
-    def select(self, rows: Ints) -> None:
+    def begin(self, backend: BackendSession, call: Call) -> None:
         """See SessionObserver."""
-        self.base, self._calm, self._kept = self.base[rows], self._calm[rows], self._kept[:, rows]
-        self._queries = {name: queries[rows] for name, queries in self._queries.items()}
-        self._query_positions = {n: where[rows] for n, where in self._query_positions.items()}
-        self._last, self._prompt = self._last[rows], self._prompt.select(rows)
-        self._marks = self._marks.select(rows)
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver."""
-        self.base, self._calm = stacked(self.base, other.base), stacked(self._calm, other._calm)
-        self._kept = stacked(self._kept, other._kept, axis=1)
-        known = {**other._queries, **self._queries}
-        self._queries = {
-            name: stacked(self._heard(name, known), other._heard(name, known), right=(1,))
-            for name in known
-        }
-        self._query_positions = {
-            n: stacked(where, other._query_positions[n], fill=-1, right=(1,))
-            for n, where in self._query_positions.items()
-        }
-        self._last, self._prompt = (
-            stacked(self._last, other._last),
-            self._prompt.join(other._prompt),
-        )
-        self._marks = self._marks.join(other._marks)
-
-    def _heard(self, name: str, known: Arrays) -> npt.NDArray[Any]:
-        """Queries [B,T,H,D] of this name; of one that others have alone there are none."""
-        like = known[name]
-        return self._queries.get(name, np.zeros((self.base.size, 0, *like.shape[2:]), like.dtype))
-
-    def begin(
-        self,
-        backend: BackendSession,
-        before: Ints,
-        after: Ints,
-        run_layers: Any,
-        threshold: Any,
-        prompt: bool,
-    ) -> None:
-        """See SessionObserver."""
-        marks = self._marks.begun(before, after, prompt)
-        self._before, self._question = self._numbers, None
+        marks = self._marks.begun(call)
+        self._before, self._question = values(self), None
         begins = marks.running & ~self._marks.running
         self._calm = np.where(begins, 0, self._calm)  # a prompt may have a budget of its own
         self._marks = marks
@@ -199,25 +133,26 @@ class EvictionState(SessionObserver):
 
     def lost(self) -> bool:
         """See SessionObserver."""
-        return self.plan.counts or self.base is not self._before[0]
+        return self.plan.counts or self.base is not self._before["base"]
 
     def undo(self, backend: BackendSession, lengths: Ints) -> bool:
         """See SessionObserver."""
-        self._restore(self._before)
+        vars(self).update(self._before)
         return False
 
-    def before(self, backend: BackendSession, width: int) -> bool:
+    def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """See SessionObserver."""
-        return self._observes()
+        return self._names if self._observes() else ()
 
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """See SessionObserver."""
         if self.plan.lookahead:
             self._last = last_tokens(self._last, tokens, positions)
         asked = np.where(self._marks.running[:, None], positions, -1)  # those of prompts
         if self.plan.repeats and (asked >= 0).any():
             self._prompt = self._prompt.add(tokens, asked)
-        if queries and self._observes():
+        if extra and self._observes():
+            queries = {name: extra[name] for name in self._names if name in extra}
             every = self.plan.when.single or self._guesses
             self.observe(queries, positions if every else asked)
 
@@ -240,7 +175,7 @@ class EvictionState(SessionObserver):
             return
         tokens, counts = self._question.to_come(lengths)
         if counts.any():
-            listener = Listener()
+            listener = Listener(self._names)
             calls.aside(tokens, counts, lengths, (listener,))
             for queries, positions in listener.heard:
                 self.observe(queries, positions)
@@ -286,7 +221,7 @@ class EvictionState(SessionObserver):
         """Single tokens from here on are generated ones, but those of rows that hold nothing yet."""
         self._marks = self._marks.ended(lengths)
         self._calm = np.zeros_like(lengths)
-        self._prompt = PromptLog(len(self.base))
+        self._prompt = PromptLog.new(len(self.base))
 
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether to compress now, and there is something to drop."""
@@ -416,8 +351,3 @@ class EvictionState(SessionObserver):
             [self.plan.tokens(seen, i, prompt) for seen, prompt in both] for i in range(layers)
         ]
         return np.array(found, np.int64)
-
-
-def _under(start: str, numbers: Arrays) -> list[str]:
-    """The names that begin so, without it."""
-    return [name.removeprefix(start) for name in numbers if name.startswith(start)]

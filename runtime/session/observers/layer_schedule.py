@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +11,10 @@ import numpy.typing as npt
 from accel.ir.depth import NESTED, Depth
 from accel.ir.errors import InputError, shown
 from accel.runtime.backends.layer_inputs import NEVER, Controls
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Call
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import ByRow
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -20,6 +22,11 @@ from accel.runtime.session.observers.observer import (
     SessionObserver,
 )
 
+RUN_LAYERS, THRESHOLD = "run_layers", "threshold"
+LACKS = (
+    "run_layers and threshold need a model whose layers can be skipped; build this one with a depth recipe, such as "
+    "unified-skip"
+)
 _FAR = np.iinfo(np.int64).max
 
 
@@ -30,20 +37,22 @@ class LayerSchedule(SessionObserver):
     is forgotten: by default it stays off, and a plan that switches it on is refused.
     """
 
+    _lacks: Annotated[Ints, ByRow(axis=1)]  # the first token of each row that a layer lacks [L,B]
+    _before: Annotated[Ints, ByRow(saved=False)]  # tokens before the call
+
     order = 90  # what a call ran counts only when all else about it went well
-    steers = True
+    controls: ClassVar[Mapping[str, str]] = dict.fromkeys((RUN_LAYERS, THRESHOLD), LACKS)
 
     def __init__(self, depth: Depth, batch: int):
         self.depth = depth
         self._whole = Controls(np.ones(len(depth.plan), bool))
         first = NEVER if depth.threshold is None else depth.threshold
         self._decode = Controls(np.array(depth.plan, bool), first)
-        # the first token of each row that a layer lacks [L,B]
-        self._lacks: Ints = np.full((len(depth.plan), batch), _FAR)
+        self._lacks = np.full((len(depth.plan), batch), _FAR)
         self._asked = self._whole  # a caller's last, so that one that comes again is known
         self._noted: Controls | None = None
         self._sent: Controls | None = None
-        self._before: Ints = np.zeros(batch, np.int64)  # tokens before the call
+        self._before = np.zeros(batch, np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -59,31 +68,21 @@ class LayerSchedule(SessionObserver):
         same = all(self.depth.plan) and self.depth.threshold is None
         return Capabilities(width=None if same else 1, joins=same, chunks=same)
 
-    def begin(
-        self,
-        backend: BackendSession,
-        before: Ints,
-        after: Ints,
-        run_layers: Any,
-        threshold: Any,
-        prompt: bool,
-    ) -> None:
-        """Let the backend session know what the call runs (`controls`), where that is news."""
-        controls = self.controls(run_layers, threshold, before, after, prompt)
-        self._before = before
-        if controls is not self._sent:
-            backend.control(controls.arrays(self.depth))
-            self._sent = controls
+    def begin(self, backend: BackendSession, call: Call) -> None:
+        """Let the backend session know what the call runs (`plan_of`), where that is news."""
+        sent = self.plan_of(call)
+        self._before = call.before
+        if sent is not self._sent:
+            backend.control(sent.arrays(self.depth))
+            self._sent = sent
 
-    def controls(
-        self, run_layers: Any, threshold: Any, before: Ints, after: Ints, prompt: bool
-    ) -> Controls:
-        """What the next call sends, in which rows grow from `before` to `after` tokens [B]; `prompt`: of a prompt.
-
-        By default a prompt runs all layers, and single tokens after it the recipe's. Raises
+    def plan_of(self, call: Call) -> Controls:
+        """What a call sends. By default a prompt runs all layers, and single tokens after it the recipe's. Raises
         InputError.
         """
-        decoding = not prompt and bool((after - before).max() == 1 and before.min() > 0)
+        before, after = call.before, call.after
+        run_layers, threshold = call.controls.get(RUN_LAYERS), call.controls.get(THRESHOLD)
+        decoding = not call.prompt and bool((after - before).max() == 1 and before.min() > 0)
         found = self._decode if decoding else self._whole
         if run_layers is not None:
             plan, usual = self._checked(run_layers), found.threshold
@@ -127,26 +126,19 @@ class LayerSchedule(SessionObserver):
 
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""
-        self._lacks, self._before, self._noted = self._lacks[:, rows], self._before[rows], None
+        super().select(rows)
+        self._noted = None
 
     def join(self, backend: BackendSession, other: Self) -> None:
         """See SessionObserver."""
-        self._lacks = stacked(self._lacks, other._lacks, axis=1)
-        self._before, self._noted = stacked(self._before, other._before), None
+        super().join(backend, other)
+        self._noted = None
 
     def copy(self) -> Self:
-        """An independent one that knows the same."""
-        other = type(self)(self.depth, self._lacks.shape[1])
-        other._lacks = self._lacks.copy()
+        """See SessionObserver. What the call before it sent is told to its backend session again."""
+        other = super().copy()
+        other._noted = other._sent = None
         return other
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver."""
-        return {"lacks": self._lacks}
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """See SessionObserver."""
-        self._lacks = numbers["lacks"]
 
     def _complete(self, before: Ints, after: Ints) -> npt.NDArray[np.bool_]:
         """Layers [L] that lack no token which the call's rows look back at."""

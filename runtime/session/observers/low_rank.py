@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +11,10 @@ import numpy.typing as npt
 from accel.ir.entries.factor import FACTOR, directions_of
 from accel.ir.entries.squares import SQUARES, squares_of
 from accel.ir.low_rank import LowRank
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import PerRow
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -30,12 +32,14 @@ class KeyDirections(SessionObserver):
     eigenvectors of the sum of outer products, in float64. What a rewind takes tokens of keeps its directions.
     """
 
+    _coded: PerRow
+    _known: PerRow  # what the state says of it
+
     capabilities = Capabilities(chunks=False)
 
     def __init__(self, plan: LowRank, batch: int):
         self.plan = plan
-        self._coded: Ints = np.zeros(batch, np.int64)
-        self._known = self._coded  # what the state says of it
+        self._coded = self._known = np.zeros(batch, np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -43,7 +47,7 @@ class KeyDirections(SessionObserver):
         plan = model.facts.low_rank
         return ObserverFactory(lambda n: cls(plan, n)) if plan is not None else None
 
-    def before(self, backend: BackendSession, width: int) -> bool:
+    def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """Tell the state what a rewind took, before a token is written over it."""
         if (self._known != self._coded).any():
             none = np.zeros_like(self._coded)
@@ -52,7 +56,7 @@ class KeyDirections(SessionObserver):
                 for layer, shape in self.plan.shapes.items()
             }
             self._factor(backend, none, none, blank)
-        return False
+        return ()
 
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
         """Find the directions of rows that hold more than was coded, when a prompt ends."""
@@ -86,29 +90,6 @@ class KeyDirections(SessionObserver):
         """See SessionObserver."""
         self._coded = np.minimum(self._coded, wanted)
         return False
-
-    def select(self, rows: Ints) -> None:
-        """See SessionObserver."""
-        self._coded, self._known = self._coded[rows], self._known[rows]
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver."""
-        self._coded = stacked(self._coded, other._coded)
-        self._known = stacked(self._known, other._known)
-
-    def copy(self) -> Self:
-        """Of its own: what it holds is replaced, never written."""
-        other = type(self)(self.plan, self._coded.size)
-        other._coded, other._known = self._coded, self._known
-        return other
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver."""
-        return {"coded": self._coded, "known": self._known}
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """See SessionObserver."""
-        self._coded, self._known = numbers["coded"], numbers["known"]
 
     def _factor(
         self,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 from accel.ir.facts import Facts
 from accel.ir.state import StateValue
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays, Call, Logits
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.rows import copies, joined, numbers_of, restored, selected
 
 
 @dataclass(frozen=True)
@@ -151,13 +154,15 @@ class Calls(Protocol):
 class SessionObserver:
     """By default nothing is done. Numbers of tokens are per row, [B].
 
-    A session asks its observers one after the other, by their `order`. What a observer knows, it replaces and never
-    writes in place where a copy shares it.
+    A session asks its observers one after the other, by their `order`. What one knows of rows it declares
+    (`runtime/rows.py`), so that rows are selected, joined, copied and saved.
     """
 
     order: ClassVar[int] = 50  # lower ones are asked first
     rewrites: ClassVar[bool] = False  # whether tokens are written over, so that rows share nothing
-    steers: ClassVar[bool] = False  # whether a call may say which layers run
+    moves_slots: ClassVar[bool] = False  # whether slots go or come between the parts of a prompt
+    controls: ClassVar[Mapping[str, str]] = {}
+    """What a call may say beside its tokens (`Session.run`), by name; and what a model without it lacks."""
     base: Ints | None = (
         None  # the position of slot 0 of each row, by the first observer that has one; else 0
     )
@@ -193,22 +198,8 @@ class SessionObserver:
 
     # A call
 
-    def begin(
-        self,
-        backend: BackendSession,
-        before: Ints,
-        after: Ints,
-        run_layers: Any,
-        threshold: Any,
-        prompt: bool,
-    ) -> None:
-        """Rows shall grow from `before` to `after` tokens; `prompt`: a prompt ends with these. Raises InputError, and
-        then knows what it knew.
-        """
-
-    def reads(self, backend: BackendSession, coarse: bool) -> bool:
-        """Let the graph calls that follow read the cache coarsely, or all of it as before. Whether they can."""
-        return False
+    def begin(self, backend: BackendSession, call: Call) -> None:
+        """A call comes. Raises InputError, and then knows what it knew."""
 
     def catch_up(self, backend: BackendSession, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
         """Tokens to run again before anything else: ids [B,T], how many of each row, where they start."""
@@ -287,12 +278,12 @@ class SessionObserver:
         """Slots that buffers of other sizes need where those of the cache need `ends` [B]."""
         return ()
 
-    def before(self, backend: BackendSession, width: int) -> bool:
-        """A step of so many columns comes. Whether it shall give its queries."""
-        return False
+    def before(self, backend: BackendSession, width: int) -> Collection[str]:
+        """A step of so many columns comes. The names of the extra outputs that it is to give."""
+        return ()
 
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
-        """A step ran: tokens, positions [B,T] (-1: padding), and the queries [B,T,H,D] where someone asked."""
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
+        """A step ran: tokens, positions [B,T] (-1: padding), and the extra outputs [B,T,…] that someone asked for."""
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Some layers ran a part of a prompt: their queries [B,T,H,D], at these positions [B,T] (-1: padding)."""
@@ -324,28 +315,33 @@ class SessionObserver:
         """Rows of `lengths` tokens go back to `wanted`, to which all agreed. Whether the buffers are new."""
         return False
 
+    # Rows: what is declared by row (`runtime/rows.py`) needs none of these
+
     def select(self, rows: Ints) -> None:
         """Row i goes on as what row rows[i] was, for any number of rows [n]."""
+        vars(self).update(selected(self, rows))
 
     def join(self, backend: BackendSession, other: Self) -> None:
         """The rows of `other`, which knows as much of another session of the model, follow this one's. It may keep what
         `other` holds. Only where `capabilities` say so. The buffers are new, and have all rows.
         """
+        vars(self).update(joined(self, other))
 
     def copy(self) -> Self:
         """One for a fork, independent of this; its figures start at 0."""
-        return self
+        other = copy(self)
+        vars(other).update(copies(self))
+        return other
 
-    # In a file
-
-    def numbers(self, backend: BackendSession) -> Arrays | None:
-        """All that it knows, arrays by name, for a file (`runtime/session/saved.py`); None: it cannot be saved yet."""
-        return None
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """All that it knows, arrays by name, for a file (`runtime/session/saved.py`)."""
+        return numbers_of(self)
 
     def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
         """Know again what `numbers` gave, in a new session whose buffers are the saved ones and whose rows hold
         `lengths` [B] tokens. It may keep the arrays. Raises InputError.
         """
+        vars(self).update(restored(self, numbers))
 
     def close(self, backend: BackendSession, lengths: Ints) -> None:
         """The session ends; the backend session is still open."""

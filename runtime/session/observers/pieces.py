@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 
@@ -15,11 +15,11 @@ from accel.ir.axis import host_method
 from accel.ir.entries.blend import EARLY, telling
 from accel.ir.entries.shift import SHIFT, keys_of, turned_of
 from accel.ir.state import POSITIONS, Part
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays, Logits
 from accel.runtime.inputs.ints import Bools, Ints
-from accel.runtime.inputs.stack import stacked
-from accel.runtime.inputs.token_log import Log
 from accel.runtime.kv.reuse._store import Piece, Store
+from accel.runtime.rows import ByRow, PerRow
 from accel.runtime.session.observers._two_parts import TwoParts, Values
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -28,6 +28,7 @@ from accel.runtime.session.observers.observer import (
     ObserverFactory,
     SessionObserver,
 )
+from accel.runtime.token_log import Log
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -83,6 +84,11 @@ class PieceReuse(SessionObserver):
     reads much of it. `reused`: tokens that were not run, or not by all layers; `repaired`: those that were later.
     """
 
+    log: Annotated[Log, ByRow(name="")]
+    blended: PerRow
+    _spaces: Annotated[list[int], ByRow()]
+    _watched: Annotated[list[_Watched], ByRow()]
+
     capabilities = Capabilities(chunks=False)
 
     order = 40
@@ -90,7 +96,7 @@ class PieceReuse(SessionObserver):
     def __init__(self, reuse: Reuse, batch: int):
         self.reuse = reuse
         self.log = Log(batch)
-        self.blended: Ints = np.full(batch, _NEVER)
+        self.blended = np.full(batch, _NEVER)
         self.reused = self.repaired = 0
         self._spaces = [0] * batch
         self._watched = [_NOTHING] * batch
@@ -125,23 +131,9 @@ class PieceReuse(SessionObserver):
 
     def copy(self) -> Self:
         """See SessionObserver."""
-        other = type(self)(self.reuse, 0)
-        other.log, other.blended, other._spaces = self.log.copy(), self.blended, self._spaces
-        other._watched = self._watched
+        other = super().copy()
+        other.reused = other.repaired = 0
         return other
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver."""
-        self.log.join(other.log)
-        self.blended = stacked(self.blended, other.blended)
-        self._spaces = [*self._spaces, *other._spaces]
-        self._watched = [*self._watched, *other._watched]
-
-    def select(self, rows: Ints) -> None:
-        """See SessionObserver."""
-        self.log.select(rows)
-        self.blended, self._spaces = self.blended[rows], [self._spaces[row] for row in rows]
-        self._watched = [self._watched[row] for row in rows]
 
     def numbers(self, backend: BackendSession) -> Arrays:
         """See SessionObserver."""
@@ -149,17 +141,17 @@ class PieceReuse(SessionObserver):
         rows = {f"{row}": one for row, one in enumerate(self._watched) if one.at.size}
         watched = {f"at.{row}": one.at for row, one in rows.items()}
         watched |= {f"stream.{row}": one.stream for row, one in rows.items()}
-        return {"ids": self.log.ids, "blended": self.blended, "watched": counts, **watched}
+        return {**super().numbers(backend), "watched": counts, **watched}
 
     def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
         """See SessionObserver."""
-        self.log.ids, self.blended = numbers["ids"], numbers["blended"]
+        super().restore(backend, numbers, lengths)
         self._watched = [
             _Watched(numbers[f"at.{row}"], numbers[f"stream.{row}"]) if count else _NOTHING
             for row, count in enumerate(numbers["watched"].tolist())
         ]
 
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """See SessionObserver."""
         self.log.note(tokens, positions)
 

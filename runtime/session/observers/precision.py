@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
+from accel.ir.facts import COARSE
 from accel.runtime.backends.layer_inputs import reading
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Call
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import ModelParts, ObserverFactory, SessionObserver
 
 
 class Precision(SessionObserver):
     """Lets the backend session know how calls read."""
+
+    controls: ClassVar[Mapping[str, str]] = {
+        COARSE: "this model reads its cache in one way; build it with a kv.codec that has two, such as quantspec-kv"
+    }
+
+    def __init__(self) -> None:
+        self._coarse = False  # what the backend session knows
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -16,11 +29,22 @@ class Precision(SessionObserver):
         kv = model.facts.kv
         return ObserverFactory(lambda n: cls()) if kv is not None and kv.coarse else None
 
-    def reads(self, backend: BackendSession, coarse: bool) -> bool:
+    def begin(self, backend: BackendSession, call: Call) -> None:
         """See SessionObserver."""
-        backend.control(reading(coarse))
-        return True
+        self._read(backend, bool(call.controls.get(COARSE, False)))
 
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver. Between calls it knows nothing."""
-        return {}
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+        """See SessionObserver. What is no part of a call reads all bits."""
+        if moment == "call":
+            self._read(backend, False)
+        return None
+
+    def undo(self, backend: BackendSession, lengths: Ints) -> bool:
+        """See SessionObserver."""
+        self._read(backend, False)
+        return False
+
+    def _read(self, backend: BackendSession, coarse: bool) -> None:
+        if coarse is not self._coarse:
+            backend.control(reading(coarse))
+            self._coarse = coarse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 
@@ -14,10 +14,10 @@ from accel.ir.errors import InputError
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
-from accel.runtime.inputs.token_log import Log
+from accel.runtime.rows import ByRow, copies
 from accel.runtime.session.observers._pool import ROOT, Arrays, Pool
 from accel.runtime.session.observers.observer import ModelParts, ObserverFactory, SessionObserver
+from accel.runtime.token_log import Log
 
 
 class PrefixCache(SessionObserver):
@@ -27,11 +27,15 @@ class PrefixCache(SessionObserver):
     its slots. `reused`: tokens that were not run again.
     """
 
+    base: Annotated[Ints, ByRow(saved=False)]
+    log: Annotated[Log, ByRow(name="")]
+    _roots: Annotated[list[int], ByRow()]
+
     order = 40
 
     def __init__(self, pool: Pool, batch: int):
         self.pool = pool
-        self.base: Ints = np.zeros(batch, np.int64)
+        self.base = np.zeros(batch, np.int64)
         self.log = Log(batch)
         self.reused = 0
         self._roots = [ROOT] * batch
@@ -63,7 +67,7 @@ class PrefixCache(SessionObserver):
         for mine, theirs in zip(self._rows, other._rows, strict=True):
             self.pool.share(mine)
             theirs.extend(mine)
-        other.base, other.log, other._roots = self.base.copy(), self.log.copy(), self._roots
+        vars(other).update(copies(self))
         return other
 
     def select(self, rows: Ints) -> None:
@@ -73,17 +77,15 @@ class PrefixCache(SessionObserver):
             self.pool.share(blocks)
         _release(self.pool, self._rows)
         self._rows[:] = found
-        self.base, self._roots = self.base[rows], [self._roots[row] for row in rows]
-        self.log.select(rows)
+        super().select(rows)
 
     def join(self, backend: BackendSession, other: Self) -> None:
         """See SessionObserver. The blocks that its rows use, this one lets go of later."""
         self._rows.extend(list(blocks) for blocks in other._rows)
         other._rows.clear()
-        self.base, self._roots = stacked(self.base, other.base), [*self._roots, *other._roots]
+        super().join(backend, other)
         if self.base.any():
             backend.put({**self.pool.arrays, name_of(Part.TABLE): _table(self._rows)})
-        self.log.join(other.log)
 
     def admit(
         self, backend: BackendSession, tokens: Ints, counts: Ints | None, lengths: Ints
@@ -107,7 +109,7 @@ class PrefixCache(SessionObserver):
         places = np.minimum(found[:, None] + np.arange(int(left.max())), tokens.shape[1] - 1)
         return np.take_along_axis(tokens, places, 1), left, found
 
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """See SessionObserver."""
         self.log.note(tokens, positions)
 
@@ -131,11 +133,12 @@ class PrefixCache(SessionObserver):
         used = sorted({block for row in self._rows for block in row})
         table = _table([np.searchsorted(used, row).tolist() for row in self._rows])
         held = {f"block/{name}": array[used] for name, array in self.pool.arrays.items()}
-        return {"ids": self.log.ids, "table": table, **held}
+        return {**super().numbers(backend), "table": table, **held}
 
     def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
         """See SessionObserver. Blocks that the pool knows are used as they are."""
-        self.log.ids, size = numbers["ids"], self.pool.block
+        super().restore(backend, numbers, lengths)
+        size = self.pool.block
         for row, blocks in enumerate(self._rows):
             for place, which in enumerate(index for index in numbers["table"][row] if index >= 0):
                 ids = self.log.ids[row, place * size : (place + 1) * size]

@@ -8,7 +8,7 @@ import numpy as np
 
 from accel.ir.entries.fill import FILL
 from accel.ir.prefill import Fill
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.call import Logits
 from accel.runtime.inputs.calls import row_parts
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
@@ -46,10 +46,6 @@ class PromptFill(SessionObserver):
             last = max(last, selection.width + 1)
             plan = replace(plan, least=max(plan.least, selection.width + 1))
         return ObserverFactory(lambda batch: cls(plan, last))
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver. What it goes by is the model's."""
-        return {}
 
     def run(
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool

@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 
 from accel.ir.prefill import Pick, Prefill
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers._prompt_parts import Part, picks, taken
 from accel.runtime.session.observers.observer import (
@@ -44,10 +44,6 @@ class PromptFilter(SessionObserver):
         return (
             None if plan is None else ObserverFactory(lambda batch: cls(plan, model.open_session))
         )
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver. What it goes by is the model's."""
-        return {}
 
     def shorten(self, calls: Calls, tokens: Ints, counts: Ints) -> tuple[Ints, Ints] | None:
         """See SessionObserver."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from accel.ir.entries.augment import COPROCESS, EMBEDDED, LATENTS
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.call import Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -38,10 +38,6 @@ class PromptLatents(SessionObserver):
         """Where the recipe extends prompts."""
         count = 0 if model.facts.prefill is None else model.facts.prefill.latents
         return ObserverFactory(lambda batch: cls(count)) if count else None
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver. What it goes by is the model's."""
-        return {}
 
     def prompt(self, calls: Calls, tokens: Ints, counts: Ints) -> None:
         """See SessionObserver. Raises InputError where the prompt leaves no room."""

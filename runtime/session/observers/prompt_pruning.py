@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.ir.prefill import Pick
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Logits
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import ByRow, PerRow
 from accel.runtime.session.observers._prompt_parts import Part, Scores, picks, taken
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -29,14 +30,18 @@ class PromptPruning(SessionObserver):
     `dropped` [stages,B]: how many. `ends` [B]: tokens of a prompt that was pruned; 0: none was.
     """
 
+    dropped: Annotated[Ints, ByRow(axis=1)]
+    ends: PerRow
+
     capabilities = Capabilities(chunks=False)
 
     order = 30
+    moves_slots = True
 
     def __init__(self, plan: tuple[Pick, ...], batch: int):
         self.plan = plan
-        self.dropped: Ints = np.zeros((len(plan), batch), np.int64)
-        self.ends: Ints = np.zeros(batch, np.int64)
+        self.dropped = np.zeros((len(plan), batch), np.int64)
+        self.ends = np.zeros(batch, np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -48,29 +53,6 @@ class PromptPruning(SessionObserver):
     def held_from(self) -> Ints:
         """See SessionObserver."""
         return self.ends.copy()
-
-    def copy(self) -> Self:
-        """Of its own."""
-        other = type(self)(self.plan, self.ends.size)
-        other.dropped, other.ends = self.dropped.copy(), self.ends.copy()
-        return other
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver."""
-        return {"dropped": self.dropped, "ends": self.ends}
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """See SessionObserver."""
-        self.dropped, self.ends = numbers["dropped"], numbers["ends"]
-
-    def select(self, rows: Ints) -> None:
-        """See SessionObserver."""
-        self.dropped, self.ends = self.dropped[:, rows], self.ends[rows]
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver."""
-        self.dropped = stacked(self.dropped, other.dropped, axis=1)
-        self.ends = stacked(self.ends, other.ends)
 
     def prunes(self, counts: Ints) -> bool:
         """Whether prompts of so many tokens are."""

@@ -10,7 +10,7 @@ import numpy as np
 from accel.ir.axis import host_method
 from accel.ir.facts import Facts
 from accel.ir.state import POSITIONS, Part, name_of
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.call import Arrays, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.prefill.exchange.processes import Crew
 from accel.runtime.prefill.exchange.rank import Done, in_turns, jobs_of
@@ -66,10 +66,6 @@ class PromptRanks(SessionObserver):
         other = type(self)(self.method, self.facts, self.crew)
         other._adapted = self._adapted
         return other
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver. What it goes by is the model's."""
-        return {}
 
     def run(
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool

@@ -7,7 +7,7 @@ import numpy as np
 from accel.ir.entries.sparse import SPARSE
 from accel.ir.prefill import Segments
 from accel.ir.sizes import FEW
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.call import Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -33,10 +33,6 @@ class PromptSegments(SessionObserver):
         """Where the recipe has prompts attend sparsely."""
         plan = None if model.facts.prefill is None else model.facts.prefill.segments
         return None if plan is None else ObserverFactory(lambda batch: cls(plan))
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver. What it goes by is the model's."""
-        return {}
 
     def run(
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool

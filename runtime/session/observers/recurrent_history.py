@@ -4,22 +4,24 @@ replay them from.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
-from accel.runtime.inputs.token_log import Log
+from accel.runtime.rows import ByRow, PerRow, Whole
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
 )
+from accel.runtime.token_log import Log
 
 SNAPSHOTS = 8  # copies of the state that are kept
 EVERY = 256  # most single-token calls from one copy to the next
@@ -52,15 +54,19 @@ class RecurrentHistory(SessionObserver):
     tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
     """
 
+    _log: Annotated[Log, ByRow(name="")]
+    _taken: PerRow  # tokens that the state has taken in
+    _single: Annotated[int, Whole()]  # calls of one token since the last copy
+    _wide: Annotated[bool, Whole()]  # whether the last call was one of several tokens
+
     order = 10  # a state that went forward has gone, whatever another does after the step
     capabilities = Capabilities(free_rewind=False, trees=False)
 
     def __init__(self, batch: int):
         self._log = Log(batch)
-        self._taken: Ints = np.zeros(batch, np.int64)  # tokens that the state has taken in
+        self._taken = np.zeros(batch, np.int64)
         self._saved: list[_Saved] = []
-        self._single = 0  # calls of one token since the last copy
-        self._wide = False  # whether the last call was one of several tokens
+        self._single, self._wide = 0, False
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -96,14 +102,14 @@ class RecurrentHistory(SessionObserver):
         places = np.minimum(self._taken[:, None] + columns, self._log.ids.shape[1] - 1)
         return np.take_along_axis(self._log.ids, places, 1), missing, self._taken.copy()
 
-    def before(self, backend: BackendSession, width: int) -> bool:
+    def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """Copy the state where it is due, before a call of `width` columns."""
         due = width > 1 or self._wide or self._single >= EVERY
         self._wide = width > 1
         self._single = 0 if due else self._single + 1
         known = self._saved and np.array_equal(self._saved[-1].lengths, self._taken)
         if not due or known or not self._taken.any():
-            return False
+            return ()
         self._saved.append(_Saved(self._taken.copy(), backend.snapshot()))
         if len(self._saved) > SNAPSHOTS:
             ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
@@ -113,21 +119,20 @@ class RecurrentHistory(SessionObserver):
                 if not self._saved[i].pinned
             }
             del self._saved[min(gaps, key=gaps.__getitem__)]
-        return False
+        return ()
 
     def pin(self, backend: BackendSession) -> None:
         """Nothing before what is held now will be run again: rows go back to here, or to nothing."""
         self._saved = [_Saved(self._taken.copy(), backend.snapshot(), pinned=True)]
 
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """Note what a call [B,T] added to the state; position -1 is padding."""
         self._log.note(tokens, positions)
         self._taken += (positions >= 0).sum(1)
 
     def select(self, rows: Ints) -> None:
         """See SessionObserver. The copies of the state stay as they are until a row goes back to one."""
-        self._log.select(rows)
-        self._taken = self._taken[rows]
+        super().select(rows)
         for saved in self._saved:
             saved.lengths = saved.lengths[rows]
             saved.rows = rows if saved.rows is None else saved.rows[rows]
@@ -136,9 +141,8 @@ class RecurrentHistory(SessionObserver):
         """See SessionObserver. Copies of the state go, but for what cannot be run again: a rewind runs all tokens of a
         row again behind it, or goes back to a later copy.
         """
-        self._log.join(other._log)
         self._saved = _both(self._pinned, self._taken.size, other._pinned, other._taken.size)
-        self._taken = stacked(self._taken, other._taken)
+        super().join(backend, other)
         self._wide = True  # a copy is due before the next call
 
     @property
@@ -146,22 +150,15 @@ class RecurrentHistory(SessionObserver):
         return next((saved for saved in self._saved if saved.pinned), None)
 
     def copy(self) -> Self:
-        """An independent past; the copies of the state, which nobody writes, are shared."""
-        other = type(self)(len(self._taken))
-        other._log, other._taken = self._log.copy(), self._taken.copy()
+        """See SessionObserver. The copies of the state, which nobody writes, are shared."""
+        other = super().copy()
         other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned, s.rows) for s in self._saved]
-        other._single, other._wide = self._single, self._wide
         return other
 
     def numbers(self, backend: BackendSession) -> Arrays:
         """See SessionObserver. With the copies of the state, so that a rewind costs what it did."""
-        found: Arrays = {
-            "ids": self._log.ids,
-            "taken": self._taken,
-            "single": np.array(self._single),
-            "wide": np.array(self._wide),
-            "pinned": np.array([saved.pinned for saved in self._saved], np.bool_),
-        }
+        found = super().numbers(backend)
+        found["pinned"] = np.array([saved.pinned for saved in self._saved], np.bool_)
         for i, saved in enumerate(self._saved):
             found[f"{i}/lengths"] = saved.lengths
             found |= {f"{i}/state/{name}": _array(value) for name, value in saved.now.items()}
@@ -169,8 +166,7 @@ class RecurrentHistory(SessionObserver):
 
     def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
         """See SessionObserver."""
-        self._log.ids, self._taken = numbers["ids"], numbers["taken"]
-        self._single, self._wide = int(numbers["single"]), bool(numbers["wide"])
+        super().restore(backend, numbers, lengths)
         self._saved = []
         for i, pinned in enumerate(numbers["pinned"].tolist()):
             start = f"{i}/state/"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from accel.ir.selection import Selection
-from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -28,7 +27,3 @@ class Selected(SessionObserver):
     def capabilities(self) -> Capabilities:
         """See SessionObserver."""
         return Capabilities(width=self.selection.width, trees=False, chunks=False)
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver. What it goes by is the model's."""
-        return {}

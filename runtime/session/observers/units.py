@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 
 from accel.ir.entries.group import GROUP
 from accel.ir.sizes import FEW
 from accel.ir.units import Units
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays, Call
 from accel.runtime.inputs.ints import Bools, Ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import ByRow, PerRow, Whole
 from accel.runtime.session.observers._marks import Marks
 from accel.runtime.session.observers.observer import (
     Capabilities,
@@ -40,16 +42,23 @@ class UnitGroups(SessionObserver):
     takes tokens of is grouped again when it is whole again; the step knows by the origin which tokens are in units.
     """
 
+    _lengths: PerRow
+    _grouped: PerRow
+    _origin: PerRow
+    _known: PerRow  # what the state says of the origin
+    _few: Annotated[bool, Whole()]  # whether the last call reads units
+    _prompts: Annotated[tuple[tuple[_Prompt, ...], ...], ByRow()]
+    _marks: Annotated[Marks, ByRow()]  # as the caller says; with `plan.marks`
+    _ends: Annotated[Bools, ByRow()]  # [B,N], which tokens end something
+
     def __init__(self, plan: Units, batch: int):
         self.plan = plan
-        self._lengths: Ints = np.zeros(batch, np.int64)
-        self._grouped: Ints = np.full(batch, plan.sinks, np.int64)
-        self._origin: Ints = np.full(batch, plan.sinks, np.int64)
-        self._known = self._origin  # what the state says of it
-        self._few = False  # whether the last call reads units
-        self._prompts: tuple[tuple[_Prompt, ...], ...] = ((),) * batch
-        self._marks = Marks.new(batch)  # as the caller says; with `plan.marks`
-        self._ends: Bools = np.zeros((batch, 0), np.bool_)  # which tokens end something
+        self._lengths = np.zeros(batch, np.int64)
+        self._grouped = self._origin = self._known = np.full(batch, plan.sinks, np.int64)
+        self._few = False
+        self._prompts = ((),) * batch
+        self._marks = Marks.new(batch)
+        self._ends = np.zeros((batch, 0), np.bool_)
         self._before = self._marks  # the call
 
     @classmethod
@@ -70,29 +79,21 @@ class UnitGroups(SessionObserver):
         self._marks = self._marks.coming(units, question, lengths)
         return True
 
-    def begin(
-        self,
-        backend: BackendSession,
-        before: Ints,
-        after: Ints,
-        run_layers: Any,
-        threshold: Any,
-        prompt: bool,
-    ) -> None:
+    def begin(self, backend: BackendSession, call: Call) -> None:
         """See SessionObserver."""
-        marks = self._marks.begun(before, after, prompt) if self.plan.marks else self._marks
+        marks = self._marks.begun(call) if self.plan.marks else self._marks
         self._before, self._marks = self._marks, marks
 
-    def before(self, backend: BackendSession, width: int) -> bool:
+    def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """Group what is due, where the call reads units."""
         self._few = width <= FEW
         if self._few:
             self._segments(backend)
             if (self._known != self._origin).any():
                 self._group(backend, np.where(self._known != self._origin, 0, -1), self._origin)
-        return False
+        return ()
 
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """See SessionObserver."""
         self._lengths = np.maximum(self._lengths, positions.max(axis=1) + 1)
         if self.plan.ends:
@@ -132,30 +133,6 @@ class UnitGroups(SessionObserver):
         self._back(wanted)
         return False
 
-    def select(self, rows: Ints) -> None:
-        """See SessionObserver."""
-        self._lengths, self._grouped = self._lengths[rows], self._grouped[rows]
-        self._origin, self._known = self._origin[rows], self._known[rows]
-        self._prompts = tuple(self._prompts[row] for row in rows)
-        self._marks, self._ends = self._marks.select(rows), self._ends[rows]
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver."""
-        self._lengths = stacked(self._lengths, other._lengths)
-        self._grouped = stacked(self._grouped, other._grouped)
-        self._origin = stacked(self._origin, other._origin)
-        self._known = stacked(self._known, other._known)
-        self._prompts = (*self._prompts, *other._prompts)
-        self._marks, self._ends = self._marks.join(other._marks), stacked(self._ends, other._ends)
-
-    def copy(self) -> Self:
-        """Of its own: what it holds is replaced, never written."""
-        other = type(self)(self.plan, len(self._lengths))
-        other._lengths, other._grouped = self._lengths, self._grouped
-        other._origin, other._known, other._prompts = self._origin, self._known, self._prompts
-        other._few, other._marks, other._ends = self._few, self._marks, self._ends
-        return other
-
     def numbers(self, backend: BackendSession) -> Arrays:
         """See SessionObserver."""
         prompts = [
@@ -163,27 +140,15 @@ class UnitGroups(SessionObserver):
             for row, held in enumerate(self._prompts)
             for one in held
         ]
-        return {
-            "lengths": self._lengths,
-            "grouped": self._grouped,
-            "origin": self._origin,
-            "known": self._known,
-            "few": np.array(self._few),
-            "prompts": np.array(prompts, np.int64).reshape(-1, 4),
-            "ends": self._ends,
-            **self._marks.numbers(),
-        }
+        return {**super().numbers(backend), "prompts": np.array(prompts, np.int64).reshape(-1, 4)}
 
     def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
         """See SessionObserver."""
-        self._lengths, self._grouped = numbers["lengths"], numbers["grouped"]
-        self._origin, self._known = numbers["origin"], numbers["known"]
-        self._few, self._ends = bool(numbers["few"]), numbers["ends"]
+        super().restore(backend, numbers, lengths)
         rows, prompts = len(lengths), numbers["prompts"].tolist()
         self._prompts = tuple(
             tuple(_Prompt(*one) for row, *one in prompts if row == i) for i in range(rows)
         )
-        self._marks = Marks.of(numbers)
 
     def _segments(self, backend: BackendSession) -> None:
         """Group the segments that are whole."""

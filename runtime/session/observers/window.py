@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated
 
 import numpy as np
 
 from accel.ir.errors import InputError
 from accel.ir.window import Window
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Call
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import ByRow, PerRow
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -22,12 +23,15 @@ from accel.runtime.session.observers.observer import (
 class WindowState(SessionObserver):
     """`first` [B]: the position of slot 0 of these layers; they hold no token before it."""
 
+    first: PerRow
+    _lengths: Annotated[Ints, ByRow(saved=False)]  # as a call began
+
     order = 30
+    moves_slots = True
 
     def __init__(self, plan: Window, batch: int):
         self.plan = plan
-        self.first: Ints = np.zeros(batch, np.int64)
-        self._lengths: Ints = self.first  # of rows as it began
+        self.first = self._lengths = np.zeros(batch, np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -45,17 +49,9 @@ class WindowState(SessionObserver):
         """See SessionObserver."""
         return np.where(self.first > 0, self.first + self.plan.size - 1, 0)
 
-    def begin(
-        self,
-        backend: BackendSession,
-        before: Ints,
-        after: Ints,
-        run_layers: object,
-        threshold: object,
-        prompt: bool,
-    ) -> None:
+    def begin(self, backend: BackendSession, call: Call) -> None:
         """See SessionObserver."""
-        self._lengths = before
+        self._lengths = call.before
 
     def make_room(self, backend: BackendSession, slots: Ints, width: int) -> None:
         """See SessionObserver."""
@@ -100,26 +96,3 @@ class WindowState(SessionObserver):
         if (anew := (lengths == 0) & (self.first > 0)).any():
             backend.forget(anew)
             self.first = np.where(anew, 0, self.first)
-
-    def select(self, rows: Ints) -> None:
-        """See SessionObserver."""
-        self.first, self._lengths = self.first[rows], self._lengths[rows]
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """See SessionObserver."""
-        self.first = stacked(self.first, other.first)
-        self._lengths = stacked(self._lengths, other._lengths)
-
-    def copy(self) -> Self:
-        """Of its own: what it holds is replaced, never written."""
-        other = type(self)(self.plan, len(self.first))
-        other.first, other._lengths = self.first, self._lengths
-        return other
-
-    def numbers(self, backend: BackendSession) -> Arrays:
-        """See SessionObserver."""
-        return {"first": self.first}
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """See SessionObserver."""
-        self.first, self._lengths = numbers["first"], lengths

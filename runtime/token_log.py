@@ -5,16 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.stack import stacked
+from accel.runtime.rows import PerRow, Rows
 
 _ROOM = 256
 
 
-class Log:
+class Log(Rows):
     """`ids [B,n]`: those of each row, by position; what lies behind a row's length means nothing."""
 
+    ids: PerRow
+
     def __init__(self, batch: int):
-        self.ids: Ints = np.zeros((batch, _ROOM), np.int64)
+        self.ids = np.zeros((batch, _ROOM), np.int64)
 
     def note(self, tokens: Ints, positions: Ints) -> None:
         """Take a call's tokens [B,T] at these positions; -1 is padding."""
@@ -34,17 +36,3 @@ class Log:
             more = np.zeros((len(self.ids), 2 * position), np.int64)
             more[:, : self.ids.shape[1]] = self.ids
             self.ids = more
-
-    def select(self, rows: Ints) -> None:
-        """Hold the tokens of these rows [n]."""
-        self.ids = self.ids[rows]
-
-    def join(self, other: Log) -> None:
-        """Hold the tokens of its rows behind these."""
-        self.ids = stacked(self.ids, other.ids)
-
-    def copy(self) -> Log:
-        """One of its own."""
-        other = Log(0)
-        other.ids = self.ids.copy()
-        return other
