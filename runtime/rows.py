@@ -21,6 +21,7 @@ from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.stack import stacked
 
+_Owner = TypeVar("_Owner")
 _Item = TypeVar("_Item", list[Any], tuple[Any, ...])
 
 
@@ -155,20 +156,18 @@ def restored(owner: Any, numbers: Arrays) -> dict[str, Any]:
     return found
 
 
-@cache
 def by_row(kind: type) -> Mapping[str, ByRow]:
     """The attributes of a class that are declared by row."""
-    return {name: how for name, how in _declared(kind).items() if isinstance(how, ByRow)}
+    return _declared(kind)[0]
 
 
 @cache
-def _declared(kind: type) -> Mapping[str, ByRow | Whole]:
-    found: dict[str, ByRow | Whole] = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            (how,) = get_args(hint)[1:]
-            found[name] = how
-    return found
+def _declared(kind: Any) -> tuple[dict[str, ByRow], list[str]]:
+    """The attributes of a class by row, and those that are whole."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    told = {n: get_args(hint)[1] for n, hint in hints if get_origin(hint) is Annotated}
+    rows = {name: how for name, how in told.items() if isinstance(how, ByRow)}
+    return rows, [name for name, how in told.items() if isinstance(how, Whole)]
 
 
 def _saved(owner: Any) -> dict[str, ByRow]:
@@ -176,7 +175,7 @@ def _saved(owner: Any) -> dict[str, ByRow]:
 
 
 def _whole(owner: Any) -> list[str]:
-    return [name for name, how in _declared(type(owner)).items() if isinstance(how, Whole)]
+    return _declared(type(owner))[1]
 
 
 def _named(name: str, how: ByRow, end: str = "") -> str:
@@ -195,7 +194,7 @@ def _picked(items: _Item, rows: Ints) -> _Item:
 def _size(owner: Any) -> int:
     """How many rows there are, by an array of them."""
     arrays = ((getattr(owner, n), how) for n, how in by_row(type(owner)).items())
-    return next(a.shape[how.axis] for a, how in arrays if isinstance(a, np.ndarray))
+    return next(int(a.shape[how.axis]) for a, how in arrays if isinstance(a, np.ndarray))
 
 
 def _empty(like: Any, rows: int) -> Any:
@@ -203,7 +202,7 @@ def _empty(like: Any, rows: int) -> Any:
     return np.zeros((rows, 0, *like.shape[2:]), like.dtype)
 
 
-def _with(owner: Any, values: Mapping[str, Any]) -> Any:
+def _with(owner: _Owner, values: Mapping[str, Any]) -> _Owner:
     other = copy(owner)
     vars(other).update(values)
     return other

@@ -30,7 +30,6 @@ from accel.runtime.session import file as session_file
 from accel.runtime.session.core import SessionCore
 from accel.runtime.session.observers import observer_classes
 from accel.runtime.session.observers._marks import Marks
-from accel.runtime.session.observers.eviction import EvictionState
 from accel.runtime.session.observers.observer import SessionObserver
 
 from .diffusion_case import LONGEST, MASK, Filler

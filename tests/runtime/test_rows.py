@@ -37,9 +37,10 @@ class Everything(Rows):
 
 def of(rows: list[int], width: int = 2) -> Everything:
     one = np.array(rows)
+    wide = np.tile(one[:, None], width)
     return Everything(
-        one, np.stack([one, one + 100]), np.tile(one[:, None], width), {"a": np.tile(one[:, None, None], (1, width, 3))},
-        {0: one * 2, 1: one * 3}, [str(row) for row in rows], tuple(rows), Inner(one * 5), one, len(rows),
+        one, np.stack([one, one + 100]), wide, {"a": np.tile(wide[..., None], 3)}, {0: one * 2, 1: one * 3},
+        [str(row) for row in rows], tuple(rows), Inner(one * 5), one, len(rows),
     )  # fmt: skip
 
 
@@ -49,7 +50,8 @@ def rows_of(state: Everything) -> list[int]:
     assert state.layers.tolist() == [rows, [row + 100 for row in rows]]
     assert [max(line) for line in state.ragged.tolist()] == rows
     assert [int(line.max()) for line in state.newest["a"]] == rows
-    assert [state._stages[0].tolist(), state._stages[1].tolist()] == [[2 * r for r in rows], [3 * r for r in rows]]  # fmt: skip
+    for times, stage in zip((2, 3), state._stages.values(), strict=True):
+        assert stage.tolist() == [times * row for row in rows]
     assert state.items == [str(row) for row in rows] and state.pairs == tuple(rows)
     assert state.inner.ids.tolist() == [5 * row for row in rows]
     return rows
@@ -90,7 +92,8 @@ def test_a_copy_is_independent():
 def test_a_file_gives_it_back():
     state, fresh = of([3, 4]), of([0, 0])
     numbers = state.numbers()
-    assert sorted(numbers) == ["in.ids", "layers", "one", "q/a", "ragged", "single", "stages/0", "stages/1"]  # fmt: skip
+    names = "in.ids layers one q/a ragged single stages/0 stages/1"
+    assert sorted(numbers) == names.split()
     again = fresh.restored(numbers)
     again.items, again.pairs = state.items, state.pairs  # lists are for who declares them
     assert rows_of(again) == [3, 4] and again.single == 2 and again.once.tolist() == [0, 0]

@@ -8,7 +8,7 @@ each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class Graphs:
     """
 
     step: Any
-    state: Sequence[StateValue]
+    state: tuple[StateValue, ...]
     vocab_size: int
     entries: Collection[str]
     other: Callable[[str], Any]
