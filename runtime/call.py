@@ -17,16 +17,23 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Rows are to grow from `before` to `after` tokens [B].
+    """Tokens [B,T] that rows of `before` [B] tokens take, `counts` [B] of them real (None: all).
 
     prompt: a prompt ends with these tokens. controls: what the caller says beside them, by the names that observers
-    declare (`SessionObserver.controls`).
+    declare (`CallWatcher.controls`).
     """
 
+    tokens: Ints
+    counts: Ints | None
     before: Ints
-    after: Ints
     prompt: bool = False
     controls: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def after(self) -> Ints:
+        """Tokens that rows then have [B]."""
+        found: Ints = self.before + (self.tokens.shape[1] if self.counts is None else self.counts)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

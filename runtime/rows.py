@@ -158,11 +158,11 @@ def restored(owner: Any, numbers: Arrays) -> dict[str, Any]:
 
 def by_row(kind: type) -> Mapping[str, ByRow]:
     """The attributes of a class that are declared by row."""
-    return _declared(kind)[0]
+    return declared(kind)[0]
 
 
 @cache
-def _declared(kind: Any) -> tuple[dict[str, ByRow], list[str]]:
+def declared(kind: Any) -> tuple[dict[str, ByRow], list[str]]:
     """The attributes of a class by row, and those that are whole."""
     hints = get_type_hints(kind, include_extras=True).items()
     told = {n: get_args(hint)[1] for n, hint in hints if get_origin(hint) is Annotated}
@@ -175,7 +175,7 @@ def _saved(owner: Any) -> dict[str, ByRow]:
 
 
 def _whole(owner: Any) -> list[str]:
-    return _declared(type(owner))[1]
+    return declared(owner.__class__)[1]
 
 
 def _named(name: str, how: ByRow, end: str = "") -> str:

@@ -7,7 +7,7 @@ from accel.compiler.assemble import assemble
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.session import core as session_module
-from accel.runtime.session.observers.eviction import EvictionState
+from accel.runtime.session.state.eviction import EvictionState
 
 from .kv_case import (
     RECIPES,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import InputError
-from accel.runtime.session.observers.eviction import EvictionState
+from accel.runtime.session.state.eviction import EvictionState
 
 from .kv_case import (
     FOREVER,
@@ -258,7 +258,7 @@ def forks_are_apart(case: Case):
 
 def test_a_shared_memory_of_queries_is_caught(case, monkeypatch):
     """Negative control."""
-    from accel.runtime.session.observers.eviction import EvictionState
+    from accel.runtime.session.state.eviction import EvictionState
 
     right = EvictionState.observe
 

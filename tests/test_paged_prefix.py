@@ -19,7 +19,7 @@ from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.kv.reuse.paged_prefix import PagedPrefix
 from accel.runtime.serve.engine import Engine, Request
 from accel.runtime.session.core import SessionCore
-from accel.runtime.session.observers.prefix_cache import PrefixCache
+from accel.runtime.session.prompt.prefix_cache import PrefixCache
 
 from .prefill_case import built as made
 from .reuse_case import BLOCK, close, named, shared

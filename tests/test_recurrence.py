@@ -17,8 +17,8 @@ from accel.ir.ops import recurrence
 from accel.passes.check import NumericCheck
 from accel.passes.state.cache import Cache, mixes_tokens
 from accel.runtime.session import core
-from accel.runtime.session.observers import recurrent_history as past
 from accel.runtime.session.session import Session
+from accel.runtime.session.state import recurrent_history as past
 
 from .op_cases import CASES, randn
 

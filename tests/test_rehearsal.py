@@ -13,7 +13,7 @@ from accel.passes.kv.score import laq
 from accel.passes.kv.score.kvzip import KVzip
 from accel.passes.kv.score.laq import LAQ
 from accel.runtime.kv.budget.simlayerkv import SimLayerKV
-from accel.runtime.session.observers.eviction import EvictionState
+from accel.runtime.session.state.eviction import EvictionState
 
 from .kv_case import close, decoded, evicting, kept, recipe, state
 from .kv_slots import AXES, SCALE, B, G, build, choose, sets, slots

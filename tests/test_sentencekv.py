@@ -10,11 +10,11 @@ from accel.ir.ops.attention import Form
 from accel.passes.kv.score.snapkv import SnapKV
 from accel.passes.kv.select._units import marked
 from accel.passes.kv.select.sentencekv import Sentencekv
-from accel.runtime.call import Call
-from accel.runtime.session.observers.units import UnitGroups
+from accel.runtime.session.state.units import UnitGroups
 
 from .kv_slots import SCALE, named, slots
 from .laws.test_kv_select import lists
+from .runtime.test_rows import growing
 from .select_case import Selecting, built, law_every_target, llama, singles
 
 B, T, H, G, C, D = 2, 14, 4, 2, 64, 6
@@ -148,13 +148,13 @@ def test_a_session_says_what_lies_together():
     observer = UnitGroups(built("sentencekv", end_ids=list(ENDS)).plan, 2)
     tokens = np.array([[1, 1, 4, 2, 2, 9, 9, 3], [4, 1, 1, 1, 1, 1, 0, 0]])
     places = np.where(np.arange(8) < np.array([8, 6])[:, None], np.arange(8), -1)
-    observer.begin(None, Call(numbers(0, 0), numbers(8, 6)))
+    observer.begin(None, growing(numbers(0, 0), numbers(8, 6)))
     observer.after(tokens, places, {})
     told = observer._together(numbers(2, 0), numbers(6, 5))
     assert told.tolist() == [[0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 0]]
     observer.rewind(None, numbers(3, 2), numbers(8, 6))
     assert observer.mark([[7, 7, 8], [-1, 8, 8]], None, None)
-    observer.begin(None, Call(numbers(3, 2), numbers(6, 5)))
+    observer.begin(None, growing(numbers(3, 2), numbers(6, 5)))
     observer.after(np.full((2, 3), 1), np.array([[3, 4, 5], [2, 3, 4]]), {})
     told = observer._together(numbers(2, 0), numbers(4, 5))
     assert told.tolist() == [[0, 1, 1, 2, 0], [0, 1, 1, 2, 2]]
@@ -196,7 +196,7 @@ def test_a_failed_call_takes_its_marks_back(case):
         session.prompt(tokens[:, :30])
         (observer,) = (o for o in session._core.observers if isinstance(o, UnitGroups))
         observer.mark([[0] * 4], None, None)
-        observer.begin(None, Call(numbers(30), numbers(34)))
+        observer.begin(None, growing(numbers(30), numbers(34)))
         observer.undo(None, numbers(30))
         assert (observer._marks.units == -1).all()
 

@@ -14,9 +14,9 @@ from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.loop.speculative import reach
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session import core
-from accel.runtime.session.observers.block_codec import BlockCodecState
-from accel.runtime.session.observers.eviction import EvictionState
 from accel.runtime.session.observers.observer import Capabilities
+from accel.runtime.session.state.block_codec import BlockCodecState
+from accel.runtime.session.state.eviction import EvictionState
 
 from .kv_case import EVICTING, evicting, recipe, table
 from .prefill_case import built, far

@@ -12,7 +12,7 @@ from accel.ir.ops.rope import rope
 from accel.passes.kv.select.tokenselect import Tokenselect
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.session.observers.choice import ChoiceMemory
+from accel.runtime.session.state.choice import ChoiceMemory
 
 from .select_case import Selecting, built, singles
 

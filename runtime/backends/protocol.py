@@ -15,7 +15,7 @@ from accel.runtime.inputs.ints import Bools, Ints
 
 
 class Compression(Protocol):
-    """What says which tokens stay (`session/observers/eviction.py`)."""
+    """What says which tokens stay (`session/state/eviction.py`)."""
 
     def compress_inputs(
         self, lengths: Ints, recent: Mapping[int, int], kept: Mapping[int, int]

@@ -22,7 +22,7 @@ from accel.runtime.loop import Base as Loop
 from accel.runtime.model.sample import Sample
 from accel.runtime.model.transcript import Transcript
 from accel.runtime.sample import Base as Sampler
-from accel.runtime.session.observers.prompt_filter import unseen
+from accel.runtime.session.prompt.filter import unseen
 from accel.runtime.session.session import Session
 
 Sources = list[npt.NDArray[Any]] | None  # of an encoder, one for each prompt; None: there is none

@@ -10,10 +10,10 @@ from accel.ir.errors import InputError, unknown
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import SessionObserver
+from accel.runtime.session.observers.observer import CallWatcher
 
 
-class Extra(SessionObserver):
+class Extra(CallWatcher):
     """Hears the steps of one call of B rows, whose tokens come in their order: `outputs` are of all of them [B,T,…], or
     of the last of each row [B,1,…].
     """
@@ -25,11 +25,11 @@ class Extra(SessionObserver):
         self._heard: Ints = np.zeros(batch, np.int64)  # tokens of each row
 
     def before(self, backend: BackendSession, width: int) -> Collection[str]:
-        """See SessionObserver."""
+        """See CallWatcher."""
         return self._names
 
     def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
-        """See SessionObserver."""
+        """See CallWatcher."""
         real = positions >= 0
         self._parts.append({name: extra[name][real] for name in self._names})
         columns = self._heard[:, None] + np.cumsum(real, axis=1) - 1

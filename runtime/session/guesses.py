@@ -43,7 +43,7 @@ class Guesses:
         full = np.full(core.batch, ids.shape[1], np.int64) if counts is None else counts
         real = np.arange(ids.shape[1]) < full[:, None]
         positions = np.where(real, before[:, None] + seen.sum(2) - 1, -1)
-        core.begin_tree(before + full)
+        core.begin_tree(ids, full)
         try:
             core.catch_up()
             slots = before - core.base

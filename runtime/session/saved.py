@@ -265,7 +265,7 @@ def _used(core: SessionCore) -> dict[str, int]:
     """How many slots of each size hold tokens of rows: C, C1, …"""
     ends = core.lengths - core.base
     found = {"C": int(ends.max(initial=0))}
-    for one in core.observers:
+    for one in core.watchers:
         found |= {f"C{i}": max(0, n) for i, n in enumerate(one.slots(ends), start=len(found))}
     return found
 

@@ -18,7 +18,10 @@ from accel.runtime.session.core import CHUNK, LaidAdapter, SessionCore
 from accel.runtime.session.extra import check_names
 from accel.runtime.session.flat import pays
 from accel.runtime.session.guesses import Guesses
-from accel.runtime.session.observers.observer import Capabilities, SessionObserver
+from accel.runtime.session.modes.canvas import CanvasState
+from accel.runtime.session.modes.edits import Edits
+from accel.runtime.session.modes.encoder_input import EncoderInput
+from accel.runtime.session.observers.observer import Capabilities, Marked, SessionObserver
 from accel.runtime.session.rows import wanted_rows
 from accel.runtime.session.saved import Origin, SavedSession, export, restore, save
 from accel.runtime.session.taken import take
@@ -29,7 +32,7 @@ Observer = TypeVar("Observer", bound=SessionObserver)
 class Session:
     """A KV cache of B rows. `run` appends tokens, `rewind` removes the newest ones, `fork` copies the session.
 
-    Observers of the session (`runtime/session/observers`) implement what a recipe does to the cache.
+    Observers of the session (`runtime/session/{state,prompt,modes}`) implement what a recipe does to the cache.
     `capabilities` tells, before anything runs, whether rewind is free, how far back it goes and how wide a
     call may be. A session of an encoder-decoder model starts with `encode`.
 
@@ -118,7 +121,7 @@ class Session:
         """
         lengths, width = self._core.lengths, self.capabilities.width
         found = np.full(len(lengths), CHUNK if width is None else min(width, CHUNK))
-        for one in self._core.observers:
+        for one in self._core.watchers:
             if (room := one.call_room(lengths)) is not None:
                 found = np.minimum(found, room)
         return found
@@ -173,8 +176,9 @@ class Session:
         session is emptied. Raises InputError.
         """
         core = self._open()
-        if not any([one.encode(core, inputs, lengths) for one in core.observers]):
+        if (encoder := self.observer(EncoderInput)) is None:
             raise InputError("this model has no encoder; give its prompt alone")
+        encoder.encode(core, inputs, lengths)
         self.rewind(0)
 
     def run(
@@ -255,14 +259,14 @@ class Session:
                 tokens, lengths, core.lengths, core.vocab_size, core.max_context
             )
             counts = np.full(core.batch, ids.shape[1], np.int64) if real is None else real
-            for one in core.observers:
+            for one in core.runners:
                 if (logits := one.prompt(core, ids, counts)) is not None:
                     core.end_prompt()
                     return logits
                 if (shorter := one.shorten(core, ids, counts)) is not None:
                     tokens, lengths = ids, counts = shorter
         logits = core.run(tokens, lengths, True, prompt=True)
-        for one in core.observers if empty else ():
+        for one in core.runners if empty else ():
             if (last := one.extend(core)) is not None:
                 logits = last
         core.end_prompt()
@@ -294,7 +298,8 @@ class Session:
 
         Raises InputError, also from the call if it has other tokens than were marked; nothing ran then.
         """
-        if not any([one.mark(units, question, lengths) for one in self._open(same=True).observers]):
+        marked = [one for one in self._open(same=True).observers if isinstance(one, Marked)]
+        if not any([one.mark(units, question, lengths) for one in marked]):
             raise InputError(
                 "this model goes by no such marks; build it with a recipe that does, such as 'shotkv' or 'sentencekv' "
                 "(units), or 'finch' (question)"
@@ -340,12 +345,11 @@ class Session:
         are approximate ("Let the Code LLM Edit Itself"). Raises InputError; if an edit fails, the session is unchanged.
         """
         core = self._open()
-        for one in core.observers:
-            if (logits := one.edit(core, start, stop, tokens, row)) is not None:
-                return logits
-        raise InputError(
-            "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
-        )
+        if (edits := self.observer(Edits)) is None:
+            raise InputError(
+                "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
+            )
+        return edits.edit(core, start, stop, tokens, row)
 
     def write(self, tokens: Any, start: Any, lengths: Any = None, rows: Any = None) -> Logits:
         """Overwrite or append tokens [B,T] from position `start` on, and return the logits [B,N,V] of
@@ -357,13 +361,12 @@ class Session:
         error the tokens from `start` on must be written again.
         """
         core = self._open()
-        for one in core.observers:
-            if (logits := one.write(core, tokens, start, lengths, rows)) is not None:
-                return logits
-        raise InputError(
-            "this model is causal, so cached tokens cannot be overwritten; rewind and run new "
-            "tokens instead"
-        )
+        if (canvas := self.observer(CanvasState)) is None:
+            raise InputError(
+                "this model is causal, so cached tokens cannot be overwritten; rewind and run new "
+                "tokens instead"
+            )
+        return canvas.write(core, tokens, start, lengths, rows)
 
     def rewind(self, length: Any) -> None:
         """Remove all tokens from `length` on: an int, or one per row [B].

@@ -18,7 +18,7 @@ from accel.ir.tables import Tables
 from accel.passes.prefill.prune._layer import deciding
 from accel.passes.trained import Trained
 from accel.runtime.session import core
-from accel.runtime.session.observers import _prompt_parts as prefill
+from accel.runtime.session.prompt import _prompt_parts as prefill
 
 from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, hiding, last_scores, module
 from ..spread import spread
@@ -193,7 +193,7 @@ def test_the_law_of_stages_catches(name, broken, monkeypatch):
             return np.arange(scores.size)
         return found[::-1] if broken == "unordered" else np.arange(found.size)
 
-    monkeypatch.setattr("accel.runtime.session.observers.prompt_pruning.picks", picks)
+    monkeypatch.setattr("accel.runtime.session.prompt.pruning.picks", picks)
     with pytest.raises(AssertionError):
         law_of_stages(name)
 

@@ -24,7 +24,7 @@ from accel.runtime.prefill.exchange.plan import (
     Sizes,
     sent,
 )
-from accel.runtime.session.observers.prompt_ranks import PromptRanks
+from accel.runtime.session.prompt.ranks import PromptRanks
 
 from ..prefill_case import LENGTHS, TOKENS, built, far
 from ..spread import spread

@@ -11,15 +11,21 @@ from accel.ir.prefill import Pick
 from accel.runtime.call import Outputs
 from accel.runtime.kv.budget.uniform import Uniform
 from accel.runtime.kv.when.prompt import Prompt
-from accel.runtime.session import core, observers
+from accel.runtime.session import core, state
 from accel.runtime.session import session as session_module
 from accel.runtime.session.observers import observer_classes, observer_factories
-from accel.runtime.session.observers._kv_plan import KvPlan
-from accel.runtime.session.observers.eviction import EvictionState
-from accel.runtime.session.observers.observer import Capabilities, ModelParts, SessionObserver
-from accel.runtime.session.observers.prompt_pruning import PromptPruning
-from accel.runtime.session.observers.recurrent_history import RecurrentHistory
+from accel.runtime.session.observers.observer import (
+    CallWatcher,
+    Capabilities,
+    ModelParts,
+    PromptRunner,
+    SessionObserver,
+)
+from accel.runtime.session.prompt.pruning import PromptPruning
 from accel.runtime.session.session import Session
+from accel.runtime.session.state._kv_plan import KvPlan
+from accel.runtime.session.state.eviction import EvictionState
+from accel.runtime.session.state.recurrent_history import RecurrentHistory
 
 
 class Counts:
@@ -52,7 +58,7 @@ class Counts:
         pass
 
 
-class Diary(SessionObserver):
+class Diary(SessionObserver, CallWatcher):
     """Writes down what it is asked, into a list that several share."""
 
     def __init__(self, name, book):
@@ -156,7 +162,7 @@ def test_an_output_or_a_control_that_nobody_has_is_refused_by_name():
 
 
 def test_a_control_is_told_to_those_that_declare_it():
-    class Loud(SessionObserver):
+    class Loud(SessionObserver, CallWatcher):
         controls = {"volume": "build with a recipe that has one"}
 
         def begin(self, backend, call):
@@ -170,7 +176,7 @@ def test_a_control_is_told_to_those_that_declare_it():
 
 
 def test_outputs_of_tokens_that_no_step_ran_are_refused():
-    class Runs(SessionObserver):
+    class Runs(SessionObserver, PromptRunner):
         def run(self, calls, tokens, counts, last_only, prompt):
             calls.heard(tokens, np.tile(np.arange(3), (2, 1)))
             return np.zeros((2, 3, 8), np.float32)
@@ -223,7 +229,7 @@ def test_a_fork_has_observers_of_its_own():
 
 
 def test_tokens_that_run_again_are_news_to_one_alone():
-    class Lacks(SessionObserver):
+    class Lacks(SessionObserver, CallWatcher):
         base = np.array([2, 2])
         due = True
 
@@ -326,7 +332,7 @@ def test_a_file_is_an_observer(tmp_path, monkeypatch):
     """It stands in its place by its order, and in the sessions of a model that asks for it."""
     (tmp_path / "newcomer.py").write_text(NEW)
     (tmp_path / "_helper.py").write_text("raise ImportError")
-    monkeypatch.setattr(observers, "__path__", [*observers.__path__, str(tmp_path)])
+    monkeypatch.setattr(state, "__path__", [*state.__path__, str(tmp_path)])
     observer_classes.cache_clear()
     try:
         names = [kind.__name__ for kind in observer_classes()]
@@ -346,6 +352,8 @@ def test_every_observer_says_when_it_is_needed():
     assert len({kind.order for kind in observer_classes()}) > 5
 
 
-def test_a_session_knows_no_observer_by_name():
-    sources = getsource(core) + getsource(session_module)
-    assert not [kind for kind in observer_classes() if kind.__name__ in sources]
+def test_a_session_knows_no_observer_by_name_but_those_of_modes():
+    """Which are what a caller asks for: to encode, to edit, to write over."""
+    named = {kind for kind in observer_classes() if kind.__name__ in getsource(session_module)}
+    assert {kind.__module__.split(".")[-2] for kind in named} == {"modes"}
+    assert not [kind for kind in observer_classes() if kind.__name__ in getsource(core)]

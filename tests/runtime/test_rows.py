@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.runtime.call import Arrays
+from accel.runtime.call import Arrays, Call
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, PerRow, Rows, Whole, by_row
+
+
+def growing(before: Ints, after: Ints) -> Call:
+    """A call in which rows grow so, of any tokens."""
+    counts = after - before
+    return Call(np.zeros((len(counts), int(counts.max())), np.int64), counts, before)
 
 
 @dataclass(eq=False)

@@ -55,7 +55,7 @@ class LowRank(Base):
     | `low_rank.<layer>.basis` [B,G,R,D] | of each row the directions |
     | `low_rank.coded` [B] | how many of a row's first tokens the former is of |
 
-    which the step only reads. When a prompt is whole, the session's observer (`runtime/session/observers/low_rank.py`)
+    which the step only reads. When a prompt is whole, the session's observer (`runtime/session/state/low_rank.py`)
     runs the entry `squares`, decomposes what it gives on the host, and runs `factor`.
     """
 

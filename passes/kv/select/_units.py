@@ -65,7 +65,7 @@ class Units(_Grouped, Tokens):
     tokens_read: tokens that are read of units and sinks. size: tokens of a unit, on average. every: generated
     tokens that are grouped at once. sinks: first tokens, in no unit and always read.
 
-    The session's observer (`runtime/session/observers/units.py`) runs the entry `group` when a prompt is whole and
+    The session's observer (`runtime/session/state/units.py`) runs the entry `group` when a prompt is whole and
     for every `every` generated tokens. A token reads the sinks, the best units until `tokens_read - sinks` tokens are
     listed (the last unit is cut) and all tokens that are in no unit yet. It reads a segment of generated tokens by
     units from FEW - 1 tokens behind it on: then a call of up to FEW tokens gives the logits of single-token calls, and

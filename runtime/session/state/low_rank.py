@@ -16,6 +16,7 @@ from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import PerRow
 from accel.runtime.session.observers.observer import (
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
@@ -25,7 +26,7 @@ from accel.runtime.session.observers.observer import (
 _TOKENS = 4096  # of a prompt, whose keys are in memory at once
 
 
-class KeyDirections(SessionObserver):
+class KeyDirections(SessionObserver, CallWatcher):
     """Of how many first tokens of each row the state has keys in fewer directions.
 
     Those of all tokens that a row has at the end of a prompt: the directions are the singular vectors of their keys, as

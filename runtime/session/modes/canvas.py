@@ -17,11 +17,12 @@ from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
     ObserverFactory,
+    PromptRunner,
     SessionObserver,
 )
 
 
-class CanvasState(SessionObserver):
+class CanvasState(SessionObserver, PromptRunner):
     """Slots that may be in sight. The i-th slot of a row holds token i, and its tokens see those after them too.
 
     What a token is to others, its keys and values, is of when it was last written: `write` tells those of a call

@@ -16,6 +16,7 @@ from accel.runtime.call import Call
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow
 from accel.runtime.session.observers.observer import (
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
@@ -30,7 +31,7 @@ LACKS = (
 _FAR = np.iinfo(np.int64).max
 
 
-class LayerSchedule(SessionObserver):
+class LayerSchedule(SessionObserver, CallWatcher):
     """What a session knows of the layers that its tokens went through.
 
     Where caches are nested a layer that was left out for a token may run again only when that token

@@ -19,12 +19,20 @@ from accel.ir.entries.compress import (
 )
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import BackendSession
-from accel.runtime.call import Arrays, Call, Logits
+from accel.runtime.call import Arrays, Call
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, PerRow, values
-from accel.runtime.session.observers._kv_plan import KvPlan, kv_plan
-from accel.runtime.session.observers._marks import Marks
-from accel.runtime.session.observers._rehearsal import (
+from accel.runtime.session.observers.observer import (
+    Calls,
+    CallWatcher,
+    Capabilities,
+    ModelParts,
+    ObserverFactory,
+    SessionObserver,
+)
+from accel.runtime.session.state._kv_plan import KvPlan, kv_plan
+from accel.runtime.session.state._marks import Marks
+from accel.runtime.session.state._rehearsal import (
     Listener,
     PromptLog,
     Question,
@@ -32,16 +40,9 @@ from accel.runtime.session.observers._rehearsal import (
     last_tokens,
     repeat,
 )
-from accel.runtime.session.observers.observer import (
-    Calls,
-    Capabilities,
-    ModelParts,
-    ObserverFactory,
-    SessionObserver,
-)
 
 
-class EvictionState(SessionObserver):
+class EvictionState(SessionObserver, CallWatcher):
     """The compressed part of one session's cache, in numbers.
 
     `base` [B]: tokens before it were compressed, those from it on lie in the recent slots.
@@ -112,6 +113,10 @@ class EvictionState(SessionObserver):
         begins = marks.running & ~self._marks.running
         self._calm = np.where(begins, 0, self._calm)  # a prompt may have a budget of its own
         self._marks = marks
+        asked = marks.question - call.before
+        if "question" in self.plan.marks and (asked >= 0).any():
+            counts = call.after - call.before
+            self._question = Question(call.tokens, np.maximum(asked, -1), counts, call.after)
 
     def mark(self, units: Any, question: Any, lengths: Any) -> bool:
         """See SessionObserver."""
@@ -119,17 +124,6 @@ class EvictionState(SessionObserver):
             return False
         self._marks = self._marks.coming(units, question, lengths)
         return True
-
-    def run(
-        self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
-    ) -> Logits | None:
-        """See SessionObserver. It runs nothing, and notes the question."""
-        begins = self._marks.question - calls.lengths
-        if "question" in self.plan.marks and (begins >= 0).any():
-            full = np.full(len(begins), tokens.shape[1]) if counts is None else counts
-            begins = np.maximum(begins, -1)
-            self._question = Question(tokens, begins, full, calls.lengths + full)
-        return None
 
     def lost(self) -> bool:
         """See SessionObserver."""

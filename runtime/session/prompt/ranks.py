@@ -19,13 +19,14 @@ from accel.runtime.session.observers.observer import (
     Calls,
     ModelParts,
     ObserverFactory,
+    PromptRunner,
     SessionObserver,
 )
 
 _PARTS = (Part.KEYS, Part.VALUES)
 
 
-class PromptRanks(SessionObserver):
+class PromptRanks(SessionObserver, PromptRunner):
     """Lets ranks run the calls of many tokens whose last logits are asked for, and writes their keys and values.
 
     Each row is shared by itself. The cache before the call is the ranks' too: what each holds of it is sent to it.

@@ -15,12 +15,18 @@ from accel.ir.state import POSITIONS, CacheRegion, Part, name_of
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, copies
-from accel.runtime.session.observers._pool import ROOT, Arrays, Pool
-from accel.runtime.session.observers.observer import ModelParts, ObserverFactory, SessionObserver
+from accel.runtime.session.observers.observer import (
+    CallWatcher,
+    ModelParts,
+    ObserverFactory,
+    PromptRunner,
+    SessionObserver,
+)
+from accel.runtime.session.prompt._pool import ROOT, Arrays, Pool
 from accel.runtime.token_log import Log
 
 
-class PrefixCache(SessionObserver):
+class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
     """The blocks that each row's first tokens lie in; the tokens from `base` [B] on lie in its own slots.
 
     Blocks are full and nobody writes them: a row that is rewound into one takes the tokens before into

@@ -11,6 +11,7 @@ from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import PerRow
 from accel.runtime.session.observers.observer import (
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
@@ -18,7 +19,7 @@ from accel.runtime.session.observers.observer import (
 )
 
 
-class ChoiceMemory(SessionObserver):
+class ChoiceMemory(SessionObserver, CallWatcher):
     """Where rows can go back to: the state has the choices of the last FEW tokens. A call of more tokens chooses
     nothing, so that a row can always go back into one, or behind it; unless choices go by a `history` of more tokens
     than the one before, which wide calls leave, too.

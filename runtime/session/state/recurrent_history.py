@@ -16,6 +16,7 @@ from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, PerRow, Whole
 from accel.runtime.session.observers.observer import (
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
@@ -47,7 +48,7 @@ class _Saved:
         )
 
 
-class RecurrentHistory(SessionObserver):
+class RecurrentHistory(SessionObserver, CallWatcher):
     """What a session knows of the tokens behind its recurrent state.
 
     A copy of the state is taken before and after each call of several tokens and every EVERY single

@@ -15,13 +15,14 @@ from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Arrays, Call
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.rows import ByRow, PerRow, Whole
-from accel.runtime.session.observers._marks import Marks
 from accel.runtime.session.observers.observer import (
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
 )
+from accel.runtime.session.state._marks import Marks
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class _Prompt:
     origin: int
 
 
-class UnitGroups(SessionObserver):
+class UnitGroups(SessionObserver, CallWatcher):
     """Which tokens of each row lie in units.
 
     Those of a prompt do when it ends: its end is the row's `origin`. Then segments of `plan.every` tokens follow. A

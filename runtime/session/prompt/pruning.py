@@ -14,17 +14,19 @@ from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, PerRow
-from accel.runtime.session.observers._prompt_parts import Part, Scores, picks, taken
 from accel.runtime.session.observers.observer import (
     Calls,
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
+    PromptRunner,
     SessionObserver,
 )
+from accel.runtime.session.prompt._prompt_parts import Part, Scores, picks, taken
 
 
-class PromptPruning(SessionObserver):
+class PromptPruning(SessionObserver, CallWatcher, PromptRunner):
     """What a session knows of tokens that the layers after each stage do not hold.
 
     `dropped` [stages,B]: how many. `ends` [B]: tokens of a prompt that was pruned; 0: none was.
@@ -97,7 +99,7 @@ class PromptPruning(SessionObserver):
         """Run prompts that are long enough part by part; see SessionObserver."""
         if not self.prunes(counts):
             return None
-        with calls.whole_prompt(counts):
+        with calls.whole_prompt(tokens, counts):
             return self._run(calls, tokens, counts)
 
     def _run(self, calls: Calls, tokens: Ints, counts: Ints) -> Logits:

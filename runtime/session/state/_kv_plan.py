@@ -24,7 +24,7 @@ class KvPlan:
 
     heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
     queries leave a mark that cannot be taken back. flush, sinks: where nothing is dropped, tokens of a block, and
-    those before all blocks (`runtime/session/observers/block_codec.py`).
+    those before all blocks (`runtime/session/state/block_codec.py`).
     lookahead, repeats: see `KvFacts`. mass: names of the state that
     scores add up. tables: the budget's constants, by name, of each layer. marks, moves: see `KvFacts`.
     stages: how many stages of prompt pruning are before each layer. ragged: layers whose heads keep unequal numbers.

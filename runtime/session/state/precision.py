@@ -10,10 +10,15 @@ from accel.runtime.backends.layer_inputs import reading
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Call
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import ModelParts, ObserverFactory, SessionObserver
+from accel.runtime.session.observers.observer import (
+    CallWatcher,
+    ModelParts,
+    ObserverFactory,
+    SessionObserver,
+)
 
 
-class Precision(SessionObserver):
+class Precision(SessionObserver, CallWatcher):
     """Lets the backend session know how calls read."""
 
     controls: ClassVar[Mapping[str, str]] = {

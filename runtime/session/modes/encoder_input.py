@@ -13,6 +13,7 @@ from accel.runtime.inputs.encoder_inputs import entry_inputs
 from accel.runtime.rows import Whole
 from accel.runtime.session.observers.observer import (
     Calls,
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
@@ -20,7 +21,7 @@ from accel.runtime.session.observers.observer import (
 )
 
 
-class EncoderInput(SessionObserver):
+class EncoderInput(SessionObserver, CallWatcher):
     """Whether the encoder was given its input; the cross state is the backend's."""
 
     encoded: Annotated[bool, Whole()]
@@ -40,14 +41,13 @@ class EncoderInput(SessionObserver):
         encoder = model.facts.encoder
         return None if encoder is None else ObserverFactory(lambda batch: cls(encoder))
 
-    def encode(self, calls: Calls, inputs: Any, lengths: Any) -> bool:
-        """See SessionObserver."""
+    def encode(self, calls: Calls, inputs: Any, lengths: Any) -> None:
+        """See `Session.encode`."""
         arrays = entry_inputs(inputs, lengths, calls.batch, self.encoder)
         start = time.perf_counter()
         calls.backend.encode(arrays)
         calls.count(1, 0, start)
         self.encoded = True
-        return True
 
     def begin(self, backend: BackendSession, call: Call) -> None:
         """See SessionObserver."""

@@ -15,11 +15,12 @@ from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
     ObserverFactory,
+    PromptRunner,
     SessionObserver,
 )
 
 
-class PromptLatents(SessionObserver):
+class PromptLatents(SessionObserver, PromptRunner):
     """Runs the second model over the cache of a prompt, and the model over the `count` embeddings that it gives.
 
     The second model writes its own keys and values into the slots behind the prompt, and the model then writes over

@@ -16,11 +16,12 @@ from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
     ObserverFactory,
+    PromptRunner,
     SessionObserver,
 )
 
 
-class PromptFill(SessionObserver):
+class PromptFill(SessionObserver, PromptRunner):
     """Where only the last logits are asked for, runs all but the last tokens of each row by the entry `fill`.
 
     `last`: how many tokens the step runs, those whose queries an eviction reads among them, and as many as read

@@ -13,6 +13,7 @@ from accel.runtime.call import Call
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, PerRow
 from accel.runtime.session.observers.observer import (
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
@@ -20,7 +21,7 @@ from accel.runtime.session.observers.observer import (
 )
 
 
-class WindowState(SessionObserver):
+class WindowState(SessionObserver, CallWatcher):
     """`first` [B]: the position of slot 0 of these layers; they hold no token before it."""
 
     first: PerRow

@@ -11,14 +11,15 @@ import numpy as np
 from accel.ir.prefill import Pick, Prefill
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers._prompt_parts import Part, picks, taken
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
     ModelParts,
     ObserverFactory,
+    PromptRunner,
     SessionObserver,
 )
+from accel.runtime.session.prompt._prompt_parts import Part, picks, taken
 
 
 def unseen(plan: Prefill | None, count: int) -> int:
@@ -26,7 +27,7 @@ def unseen(plan: Prefill | None, count: int) -> int:
     return 0 if plan is None else count - plan.held(count)
 
 
-class PromptFilter(SessionObserver):
+class PromptFilter(SessionObserver, PromptRunner):
     """Scores a prompt with the entry `filter`, over an empty cache that is closed after."""
 
     capabilities = Capabilities(chunks=False)

@@ -14,7 +14,7 @@ from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, PerRow, Rows
-from accel.runtime.session.observers.observer import Calls, SessionObserver
+from accel.runtime.session.observers.observer import Calls, CallWatcher
 
 _ROOM = 16  # positions that a repeat needs at least: fewer would take too many calls
 
@@ -89,7 +89,7 @@ class Question:
         return np.take_along_axis(self.tokens, columns, axis=1), counts
 
 
-class Listener(SessionObserver):
+class Listener(CallWatcher):
     """Extra outputs `names` [B,T,…] of what runs aside, by name at `positions` [B,T], call after call."""
 
     def __init__(self, names: Collection[str]) -> None:

@@ -17,6 +17,7 @@ from accel.runtime.inputs.prompts import as_count
 from accel.runtime.rows import ByRow
 from accel.runtime.session.observers.observer import (
     Calls,
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
@@ -25,7 +26,7 @@ from accel.runtime.session.observers.observer import (
 from accel.runtime.token_log import Log
 
 
-class Edits(SessionObserver):
+class Edits(SessionObserver, CallWatcher):
     """Which tokens the rows hold, and how some of them become others. The i-th slot of a row holds token i."""
 
     log: Annotated[Log, ByRow(name="")]

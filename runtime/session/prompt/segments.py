@@ -14,11 +14,12 @@ from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
     ObserverFactory,
+    PromptRunner,
     SessionObserver,
 )
 
 
-class PromptSegments(SessionObserver):
+class PromptSegments(SessionObserver, PromptRunner):
     """Runs a long prompt segment by segment: the last of each row by the step, those before it by `sparse`."""
 
     capabilities = Capabilities(chunks=False)

@@ -8,9 +8,9 @@ import numpy as np
 
 from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers._kv_plan import kv_plan
-from accel.runtime.session.observers.eviction import EvictionState
 from accel.runtime.session.observers.observer import Capabilities, ModelParts, ObserverFactory
+from accel.runtime.session.state._kv_plan import kv_plan
+from accel.runtime.session.state.eviction import EvictionState
 
 
 class BlockCodecState(EvictionState):

@@ -20,14 +20,16 @@ from accel.runtime.call import Arrays, Logits
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.kv.reuse._store import Piece, Store
 from accel.runtime.rows import ByRow, PerRow
-from accel.runtime.session.observers._two_parts import TwoParts, Values
 from accel.runtime.session.observers.observer import (
     Calls,
+    CallWatcher,
     Capabilities,
     ModelParts,
     ObserverFactory,
+    PromptRunner,
     SessionObserver,
 )
+from accel.runtime.session.prompt._two_parts import TwoParts, Values
 from accel.runtime.token_log import Log
 
 _NEVER = np.iinfo(np.int64).max
@@ -75,7 +77,7 @@ class _Watched:
 _NOTHING = _Watched(np.zeros(0, np.int64), np.zeros((0, 0), np.float32))
 
 
-class PieceReuse(SessionObserver):
+class PieceReuse(SessionObserver, CallWatcher, PromptRunner):
     """The tokens of the rows, and from which position on they hold what was not computed for them (`blended` [B]).
 
     A beginning that is stored is taken as it is. Other runs of tokens are turned to their new positions; the first
