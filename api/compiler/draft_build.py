@@ -103,6 +103,29 @@ def share(own: Program, target: Program, calibrated: bool) -> None:
         own.params[name] = there
 
 
+def check_draft(plan: Plan, target: Facts, tokenizer: Tokenizer | None) -> None:
+    """Raise RecipeError where the model that a recipe's drafter names cannot draft for a target, as far as its files
+    say, with both sides. `tokenizer`: the target's.
+    """
+    draft = plan.methods.get("draft")
+    path: Path | None = None if draft is None else draft.draft_folder()
+    if path is None:
+        return
+    theirs = path / "tokenizer.json"
+    if (path / MANIFEST).is_file():
+        artifact = open_artifact(path)
+        theirs = artifact.path / "tokenizer.json"
+        _check(plan, path, target, tokenizer, artifact.facts, theirs)
+    else:
+        _check_tokens(path, target, tokenizer, _declared(path), theirs)
+    if Invariant.DRAFT_MODEL in plan.methods["loop"].relies and tokenizer and theirs.is_file():
+        if not same_tokens(tokenizer, read_tokenizer(None, theirs.parent)):
+            raise RecipeError(
+                f"loop.{plan.methods['loop'].use}: {path} has another tokenizer than the model, and this loop gives it "
+                f"tokens with it, not text; use loop = speculative, or {_another(path)}"
+            )
+
+
 def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build | None:
     """What makes the model that a recipe's drafter names, in a folder (None: here) as an artifact; None where it names
     none. `compile_model` builds a Hugging Face directory, with the options of the target. Raises
@@ -151,10 +174,8 @@ def _build(
     InputError where its sessions cannot.
     """
     if (path / MANIFEST).is_file():
-        artifact = open_artifact(path)
-        _check(plan, path, target, tokenizer, artifact.facts, artifact.path / "tokenizer.json")
         if folder is not None:
-            copy_artifact(artifact, folder)
+            copy_artifact(open_artifact(path), folder)
         model = load(folder or path)
         try:
             if not plan.methods["draft"].fills:
@@ -163,7 +184,6 @@ def _build(
             model.close()
             raise
     else:
-        _check_tokens(path, target, tokenizer, _declared(path), path / "tokenizer.json")
         own = replace(
             options,
             max_context=target.max_context,
