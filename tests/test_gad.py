@@ -135,7 +135,7 @@ def test_bad_input(tmp_path):
         plan = assemble(Recipe(tables={"draft": {"use": use}}))
         facts = SimpleNamespace(diffusion=masks)
         with pytest.raises(RecipeError, match=rf"draft\.{use}: .*{why}"):
-            draft_build._check(plan, tmp_path, None, None, facts, tmp_path)
+            draft_build._check(plan, tmp_path, None, None, facts)
 
 
 def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
@@ -146,14 +146,14 @@ def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
     facts = SimpleNamespace(diffusion=1, encoder=None, max_batch=8, vocab_size=9)
     target = SimpleNamespace(max_batch=8, vocab_size=9)
     monkeypatch.setattr(draft_build, "read_tokenizer", lambda *_: Words("a", "b"))
-    draft_build._check(plan, tmp_path, target, Words("a", "b"), facts, theirs)
+    draft_build._check(plan, tmp_path, target, Words("a", "b"), facts)
     with pytest.raises(
-        RecipeError, match="another tokenizer .* set `path` to a model of the same tokens"
+        RecipeError, match="another tokenizer .* set `path` to a model of the same tokens:"
     ) as e:
-        draft_build._check(plan, tmp_path, target, Words("b", "a"), facts, theirs)
+        draft_build._check(plan, tmp_path, target, Words("b", "a"), facts)
     assert "bundled" not in str(e.value)
     with pytest.raises(RecipeError, match="the bundled one is of the bundled model; set `path` to"):
-        draft_build._check(plan, Gad().draft_folder(), target, Words("b", "a"), facts, theirs)
+        draft_build._check(plan, Gad().draft_folder(), target, Words("b", "a"), facts)
 
 
 @pytest.mark.parametrize("loop", ["pearl", "specbranch", "lookahead-reasoning"])

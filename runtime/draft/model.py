@@ -39,8 +39,8 @@ SELF = "self"  # the path of the model itself
 
 @dataclass(frozen=True)
 class Model(Base):
-    """`path`: an artifact, or a Hugging Face directory, which is compiled in the same build; both are copied
-    into the artifact.
+    """`path`: an artifact, or a Hugging Face directory or a GGUF file, which is compiled in the same build; either is
+    copied into the artifact.
     Empty: the bundled draft model, for the bundled model. It samples with each row's sampler; with a
     different tokenizer it decodes greedily. "self": the model itself by another `recipe` (a name, or the path of a
     TOML file; by default `base`), over the same weights.
