@@ -43,6 +43,8 @@ class Steppable(Protocol):
 class EagerBackend:
     """Sessions over one program; they share its parameters."""
 
+    tuning = threads = cost_key = None
+
     def __init__(self, program: Steppable):
         self.program = program
         self.state, self.entries = program.state, program.entries

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from accel.ir.sizes import FEW
 from accel.ir.state import Part, StateValue
+from accel.runtime.backends.tuning import Tuning
 from accel.runtime.call import Arrays, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
 
@@ -153,6 +154,18 @@ class Backend(Protocol):
     @property
     def entries(self) -> Collection[str]:
         """The names of the graphs."""
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """The variant of the step that is used, and why; None where there is one. Measured when first asked for."""
+
+    @property
+    def threads(self) -> int | None:
+        """Compute threads of a call; None where they are not the target's own."""
+
+    @property
+    def cost_key(self) -> dict[str, Any] | None:
+        """What the costs of a call depend on, by which they are remembered; None: they are measured anew."""
 
     def open_session(self, batch: int) -> BackendSession:
         """A backend session with an empty cache."""

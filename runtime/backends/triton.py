@@ -31,6 +31,8 @@ from accel.runtime.inputs.ints import Bools, Ints
 class TritonBackend:
     """Sessions over one lowered program; they share its parameters on the device."""
 
+    tuning = threads = cost_key = None
+
     def __init__(self, program: Lowered):
         self.program = program
         self.state, self.entries = program.state, program.entries

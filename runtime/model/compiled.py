@@ -14,9 +14,8 @@ from accel.ir.errors import ArtifactError, InputError, shown
 from accel.ir.facts import Facts
 from accel.runtime.artifact.artifact import Artifact, copy_artifact
 from accel.runtime.artifact.shipped import located
-from accel.runtime.backends.onnx.backend import OrtBackend
-from accel.runtime.backends.onnx.tune import Tuning
 from accel.runtime.backends.protocol import Backend
+from accel.runtime.backends.tuning import Tuning
 from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
@@ -374,13 +373,13 @@ class CompiledModel:
         use, in under two seconds. None for a model without an artifact.
         """
         backend = self._sessions.backend
-        return backend.tuning if isinstance(backend, OrtBackend) else None
+        return None if backend is None else backend.tuning
 
     @property
     def threads(self) -> int | None:
         """Compute threads of a call; None where they are not the model's own (a target other than ONNX Runtime)."""
         backend = self._sessions.backend
-        return backend.threads if isinstance(backend, OrtBackend) else None
+        return None if backend is None else backend.threads
 
     @property
     def costs(self) -> Costs:
@@ -400,7 +399,7 @@ class CompiledModel:
     @property
     def _cost_key(self) -> dict[str, Any] | None:
         backend = self._sessions.backend
-        return backend.cost_key if isinstance(backend, OrtBackend) else None
+        return None if backend is None else backend.cost_key
 
     def _context(self, judge: JudgeFunction | None = None) -> DecodeContext:
         """What the loop is given for a request; costs are measured where it goes by them. Raises InputError."""

@@ -20,8 +20,9 @@ from accel.runtime.backends.layer_inputs import everything
 from accel.runtime.backends.onnx.machine import machine
 from accel.runtime.backends.onnx.open import open_session
 from accel.runtime.backends.onnx.session import Graphs, OrtSession
-from accel.runtime.backends.onnx.tune import AUTO, Tuning, choose
+from accel.runtime.backends.onnx.tune import AUTO, choose
 from accel.runtime.backends.onnx.waiting import Waiting, waiting
+from accel.runtime.backends.tuning import Tuning
 
 
 class OrtBackend:

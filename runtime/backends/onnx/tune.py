@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from accel.runtime.backends import clock
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.onnx.machine import machine, recall, remember
 from accel.runtime.backends.onnx.open import open_session
+from accel.runtime.backends.tuning import Cost, Tuning
 
 AUTO = "auto"
 SECONDS = 1.2  # spent on measuring, at most about this
@@ -33,35 +34,6 @@ MARGIN = 0.95  # of the portable variant's time: what another must stay below
 CELLS = ((1, 512), (1, 2048), (8, 512), (128, 512))
 # The work that decides: a prompt of 512 tokens, then 128 one by one, half of them at each length.
 WORK = {(1, 512): 64, (1, 2048): 64, (8, 512): 0, (128, 512): 4}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds that attention and products with weights of few bits take in one call, and its other nodes by their
-    number, by variant.
-    """
-
-    tokens: int
-    context: int
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The variant chosen, and why: asked for, measured, or the only one.
-
-    refused: variants that onnxruntime does not open here, and its reason. seconds: spent measuring
-    now; 0 where an earlier measurement was found.
-    """
-
-    kernels: str
-    why: str
-    costs: tuple[Cost, ...] = ()
-    refused: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True) -> Tuning | None:
