@@ -84,7 +84,9 @@ class SessionCore:
         )  # tokens of a call's rows whose places others took
         self.watchers: tuple[CallWatcher, ...] = of_kind(self.observers, CallWatcher)
         self.runners = of_kind(self.observers, PromptRunner)
+        self._listeners: tuple[CallWatcher, ...] = ()  # which are a caller's
         self._hearing = self.watchers  # of the steps of a call
+        self._of_tree = _NOTHING  # what the last tree's step gave for listeners
         self._stays = not any(one.moves_slots for one in self.watchers)
         self._controls = {name for one in self.watchers for name in one.controls}
 
@@ -168,11 +170,11 @@ class SessionCore:
         check_names("output", want, self.backend.extra)
         before, extra = self.lengths, Extra(want, self.batch, last_only)
         ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
-        self._hearing = (*self.watchers, extra)
+        self._hearing = (*self._hearing, extra)
         try:
             logits = self.run(ids, counts, last_only, controls)
         finally:
-            self._hearing = self.watchers
+            self._hearing = (*self.watchers, *self._listeners)
         if want and extra.missed(np.full(self.batch, ids.shape[1]) if counts is None else counts):
             self.back(before)
             raise InputError(
@@ -180,6 +182,16 @@ class SessionCore:
                 "run fewer tokens in a call, or build with another recipe"
             )
         return Outputs(logits, extra.outputs())
+
+    def listen(self, listeners: tuple[CallWatcher, ...]) -> None:
+        """See `Session.listen`."""
+        self._listeners = listeners
+        self._hearing = (*self.watchers, *listeners)
+
+    @property
+    def listeners(self) -> tuple[CallWatcher, ...]:
+        """Those of `listen`."""
+        return self._listeners
 
     def run(
         self,
@@ -379,9 +391,17 @@ class SessionCore:
         for one in self.watchers:
             one.begin(self.backend, call)
 
-    def end_tree(self, tokens: Ints, positions: Ints, after: Ints) -> None:
-        """Of that call rows keep tokens [B,n] at these positions, and then hold `after` of them."""
-        self.heard(tokens, positions)
+    def end_tree(self, tokens: Ints, positions: Ints, columns: Ints, after: Ints) -> None:
+        """Of that call rows keep tokens [B,n] at these positions, which were its `columns` [B,n], and then hold `after`
+        of them.
+        """
+        for one in self.watchers:
+            one.after(tokens, positions, _NOTHING)
+        rows = np.arange(self.batch)[:, None]
+        kept = {name: array[rows, columns] for name, array in self._of_tree.items()}
+        for one in self._listeners:
+            one.after(tokens, positions, kept)
+        self._of_tree = _NOTHING
         self.lengths = after
         self.lengths = self._settle("call", after, self.watchers)
 
@@ -411,15 +431,19 @@ class SessionCore:
         if self._tile > 1:
             tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
         self.make_room(slots, tokens.shape[1])
-        listeners = (self._hearing if watchers is None else watchers) if tree is None else ()
+        hearing = self._hearing if watchers is None else watchers
+        listeners = hearing if tree is None else ()
+        asking = listeners if tree is None else self._listeners
         start = time.perf_counter()
-        want = dict.fromkeys(n for one in listeners for n in one.before(backend, tokens.shape[1]))
+        want = dict.fromkeys(n for one in asking for n in one.before(backend, tokens.shape[1]))
         if backend.flat and tree is None and not want and pays(real, tokens.size):
             logits = flat_call(backend, tokens, positions, slots, rows, self.vocab_size)
             extra = _NOTHING
         else:
             out = backend.step(tokens, positions, slots, rows, want, tree)
             logits, extra = out.logits, out.extra
+        if tree is not None:
+            self._of_tree = extra
         for one in listeners:
             one.after(tokens, positions, extra)
         self.count(1, real, start)
@@ -429,12 +453,12 @@ class SessionCore:
         """A call of an entry that takes what a step takes and gives no logits."""
         self.make_room(slots, tokens.shape[1])
         start = time.perf_counter()
-        for one in self.watchers:
+        for one in self._hearing:
             one.before(self.backend, tokens.shape[1])
         rows = np.zeros((self.batch, 1), np.int64)
         inputs = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
         extra = self.backend.part(entry, inputs)
-        for one in self.watchers:
+        for one in self._hearing:
             one.after(tokens, positions, extra)
         self.count(1, real, start)
 
@@ -445,7 +469,7 @@ class SessionCore:
 
     def heard(self, tokens: Ints, positions: Ints) -> None:
         """See `Calls`."""
-        for one in self.watchers:
+        for one in self._hearing:
             one.after(tokens, positions, _NOTHING)
 
     def make_room(self, slots: Ints, width: int) -> None:

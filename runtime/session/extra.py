@@ -29,7 +29,9 @@ class Extra(CallWatcher):
         return self._names
 
     def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
-        """See CallWatcher."""
+        """See CallWatcher. Tokens that no step ran have none."""
+        if not extra.keys() >= set(self._names):
+            return
         real = positions >= 0
         self._parts.append({name: extra[name][real] for name in self._names})
         columns = self._heard[:, None] + np.cumsum(real, axis=1) - 1

@@ -77,7 +77,8 @@ class Guesses:
         core.count(0, 0, start)
         self._tree = None
         kept = np.array([c.size for c in chosen], np.int64)
-        core.end_tree(tokens, positions[:, : tokens.shape[1]], before + kept)
+        width = tokens.shape[1]
+        core.end_tree(tokens, positions[:, :width], path[:, :width], before + kept)
 
     def drop(self) -> None:
         """Forget a tree of which nothing was kept."""

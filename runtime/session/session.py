@@ -21,7 +21,12 @@ from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.modes.canvas import CanvasState
 from accel.runtime.session.modes.edits import Edits
 from accel.runtime.session.modes.encoder_input import EncoderInput
-from accel.runtime.session.observers.observer import Capabilities, Marked, SessionObserver
+from accel.runtime.session.observers.observer import (
+    CallWatcher,
+    Capabilities,
+    Marked,
+    SessionObserver,
+)
 from accel.runtime.session.rows import wanted_rows
 from accel.runtime.session.saved import Origin, SavedSession, export, restore, save
 from accel.runtime.session.taken import take
@@ -224,6 +229,19 @@ class Session:
     def extra(self) -> tuple[str, ...]:
         """The names of what a step can give beside the logits."""
         return tuple(self._core.backend.extra)
+
+    def listen(self, listener: CallWatcher) -> None:
+        """Let a listener hear the steps from now on: `before` says which of `extra` it wants, `after` is told the
+        tokens, their positions and these outputs. Of a draft tree it hears what `keep` commits. A fork has none. It is
+        for drafters, which so read the hidden states of all tokens.
+        """
+        core = self._open(same=True)
+        core.listen((*core.listeners, listener))
+
+    def unlisten(self, listener: CallWatcher) -> None:
+        """The listener hears no more."""
+        core = self._core
+        core.listen(tuple(one for one in core.listeners if one is not listener))
 
     def entry(self, name: str, inputs: Arrays) -> Arrays:
         """One call of another graph of the model over this session's state, such as a head: its inputs by name -> what
