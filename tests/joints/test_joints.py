@@ -5,14 +5,20 @@ from pathlib import Path
 import models
 import numpy as np
 import pytest
+import torch
 
 import accel
 from accel.ir import entries
+from accel.ir.errors import InputError
+from accel.passes import depth
+from accel.passes.prefill import prune
 from accel.runtime import draft
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.draft import Tree
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.loop.speculative import Speculative
+from accel.runtime.session import prompt as rooms
+from accel.runtime.session.observers import observer_classes
 from accel.runtime.tree.chain import Chain
 from accel.runtime.verify.spec_chain import SpecChain
 
@@ -27,15 +33,17 @@ def joint(monkeypatch):
     """joint(name) -> its files; they are in the axes' folders meanwhile."""
 
     def get(name):
-        for package in (draft, entries):
+        for package in (depth, prune, draft, entries, rooms):
             folder = HERE / name / package.__name__.rpartition(".")[2]
             monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
         entries.kinds.cache_clear()
+        observer_classes.cache_clear()
         return sorted(p.name for p in (HERE / name).rglob("*.py"))
 
     yield get
     monkeypatch.undo()
     entries.kinds.cache_clear()
+    observer_classes.cache_clear()
 
 
 @pytest.mark.parametrize("target", ["eager", "onnx"])
@@ -81,3 +89,71 @@ def law_states_are_those_of_the_tokens(compiled, method, new):
         drafters.close()
         session.run([[1]])  # nobody listens any more
         assert not np.allclose(held, np.roll(held, 1, 1)), "the control: positions differ"
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_tokens_take_a_layer_or_go_round_it(joint, target, tmp_path):
+    assert joint("token_router") == ["token_router.py"]
+    module = models.llama()
+    out = {"out": tmp_path / "out"} if target == "onnx" else {}
+    recipe = {"depth": {"use": "token-router", "layer": 1}}
+    ids = torch.tensor([[5, 9, 3, 11, 7, 2, 8, 30, 21, 4]])
+    want, share = routed(module, ids)
+    assert 0 < share < 1, "some take it, and some do not"
+    with accel.optimize(module, recipe, target=target, max_context=64, **out) as compiled:
+        with compiled.session() as session:
+            several = session.run(ids.numpy())
+        with compiled.session() as session:
+            single = np.concatenate([session.run(ids[:, i : i + 1].numpy()) for i in range(10)], 1)
+    for found in (several, single):
+        np.testing.assert_allclose(found, want, atol=2e-4, rtol=1e-3)
+    assert np.abs(module(ids).logits.detach().numpy() - want).max() > 1e-3, (
+        "the control: all take it"
+    )
+
+
+def routed(module, ids):
+    """The logits of a model whose second layer changes the stream of tokens that its router takes, and their share."""
+    layer, shares = module.model.layers[1], []
+
+    def hook(_, args, result):
+        before = args[0]
+        taken = before @ torch.linspace(-1, 1, before.shape[2]).roll(7) > 0
+        shares.append(float(taken.float().mean()))
+        after = result[0] if isinstance(result, tuple) else result
+        mixed = torch.where(taken[..., None], after, before)
+        return (mixed, *result[1:]) if isinstance(result, tuple) else mixed
+
+    handle = layer.register_forward_hook(hook)
+    with torch.no_grad():
+        logits = module(ids).logits.numpy()
+    handle.remove()
+    return logits, shares[0]
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_embeddings_stand_for_some_tokens(joint, target, tmp_path):
+    assert joint("soft_tokens") == ["soft.py", "soft.py", "soft_tokens.py"]
+    module = models.llama()
+    out = {"out": tmp_path / "out"} if target == "onnx" else {}
+    recipe = {"prefill.prune": {"use": "soft-tokens"}}
+    ids = np.array([[5, 9, 3, 11, 7, 2]])
+    table = module.get_input_embeddings().weight.detach().numpy()
+    soft = np.full((1, 6, table.shape[1]), np.nan, np.float32)
+    soft[0, 2:4] = np.random.default_rng(0).standard_normal((2, table.shape[1])) * table.std()
+    mixed = np.where(np.isnan(soft), table[ids], soft)
+    with torch.no_grad():
+        want = module(inputs_embeds=torch.from_numpy(mixed.astype(np.float32))).logits.numpy()
+        plain_logits = module(torch.from_numpy(ids)).logits.numpy()
+    with accel.optimize(module, recipe, target=target, max_context=64, **out) as compiled:
+        with compiled.session() as session:
+            found = session.run(ids, embeddings=soft)
+            np.testing.assert_allclose(found, want, atol=2e-4, rtol=1e-3)
+            session.run([[4]])
+            assert session.length == 7
+        with compiled.session() as session:  # the control: tokens alone are the model
+            np.testing.assert_allclose(session.run(ids), plain_logits, atol=2e-4, rtol=1e-3)
+        with pytest.raises(InputError, match="build with prefill.prune = soft-tokens"):
+            with accel.optimize(models.llama(), target="eager", max_context=64) as other:
+                other.session().run(ids, embeddings=soft)
+    assert np.abs(want - plain_logits).max() > 1e-3
