@@ -1,5 +1,7 @@
 """The joints for methods to come: each is a folder of files that nobody ships, and touches no other file."""
 
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import models
@@ -13,10 +15,12 @@ from accel.ir.errors import InputError
 from accel.passes import depth
 from accel.passes.prefill import prune
 from accel.runtime import draft
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.draft import Tree
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.loop.speculative import Speculative
+from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session import prompt as rooms
 from accel.runtime.session.observers import observer_classes
 from accel.runtime.tree.chain import Chain
@@ -157,3 +161,46 @@ def test_embeddings_stand_for_some_tokens(joint, target, tmp_path):
             with accel.optimize(models.llama(), target="eager", max_context=64) as other:
                 other.session().run(ids, embeddings=soft)
     assert np.abs(want - plain_logits).max() > 1e-3
+
+
+def test_an_output_is_summed_over_ranks(stateful):
+    """Each rank has half of the columns of the output head; together they are the model, whatever a session does."""
+    assert [p.name for p in (HERE / "summed_ranks").rglob("*.py")] == ["summed.py"]
+    spec = spec_from_file_location("summed", HERE / "summed_ranks" / "backends" / "summed.py")
+    summed = module_from_spec(spec)
+    spec.loader.exec_module(summed)
+    program = stateful("llama")
+    head = program.step.output_nodes()["logits"]
+    while head.target is not torch.ops.aten.linear.default:
+        head = head.all_input_nodes[0]
+    name = str(head.args[1].target)
+    whole = program.params[name]
+    halves = []
+    for half in (slice(0, whole.shape[1] // 2), slice(whole.shape[1] // 2, None)):
+        rank, part = program.copy(), torch.zeros_like(whole)
+        part[:, half] = whole[:, half]
+        rank.params[name] = part
+        halves.append(EagerBackend(rank))
+    ids = np.array([[5, 9, 3, 11, 7], [2, 8, 4, 4, 1]])
+    found, alone = [], []
+    for backend, log in (
+        (summed.Summed(halves), found),
+        (EagerBackend(program), alone),
+        (halves[0], None),
+    ):
+        model = CompiledModel(backend, replace(program.facts, max_batch=4))
+        with model.session(2) as session, model.session(1) as other:
+            outputs = [session.prompt(ids), session.run([[3], [6]], [1, 0])]
+            session.rewind([4, 4])
+            session.select([1, 0])
+            outputs.append(other.run(ids[:1]))
+            session.join(other)
+            outputs.append(session.run([[3], [6], [9]]))
+        if log is None:
+            assert np.abs(outputs[0] - alone[0]).max() > 1e-3, (
+                "the control: one rank is not the model"
+            )
+        else:
+            log.extend(outputs)
+    for a, b in zip(found, alone, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
