@@ -39,6 +39,7 @@ class Gad(Base):
     path: str = ""
     weights: str = "int8"
 
+    lacks = "an encoder-decoder that drafts, and its training"
     fills = True
     relies = frozenset({Invariant.CHAINS})
 

@@ -1,5 +1,5 @@
-"""CaM (ICML 2024, "Cache Merging for Memory-efficient LLMs Inference"): the value of an evicted token is spread over
-the next kept ones, the likelier the more attention it drew.
+"""CaM: Cache Merging for Memory-efficient LLMs Inference (ICML 2024). The value of an evicted token is spread over the
+next kept ones, the likelier the more attention it drew.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class QAQ(Base):
     least_bits: int = 2
     most_bits: int = 4
     outliers: float = 0.01
+    lacks = "codes of 3 bits"
     merges: ClassVar[bool] = False
     demotes: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"window": 2}

@@ -30,6 +30,7 @@ class ThresholdEvict(Trained, Base):
 
     recent: int = 128
 
+    lacks = "the linear form of the scorer"
     key: ClassVar[str] = "threshold-evict"
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 3}

@@ -1,4 +1,6 @@
-"""ActQKV: blocks are chosen for all heads of a layer at once, by a probe query that weights unusual queries more."""
+"""ActQKV (arXiv:2502.13542): blocks are chosen for all heads of a layer at once, by a probe query that weights unusual
+queries more.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +48,7 @@ class Actqkv(Tables, Units):
     chunk: int = count(1, most=1 << 20)
     floor: int = 512
 
+    lacks = "statistics of the tokens before; a table has those of a text"
     key: ClassVar[str] = "actqkv"
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "best": 2, "chunk": 3, "floor": 4, "dense_layers": 0,

@@ -28,6 +28,7 @@ class AttentionPredictor(Histories):
     attends to in a text; the paper leaves its loss open, and foretells while the token before is computed.
     """
 
+    lacks = "prediction while the token before is computed"
     key: ClassVar[str] = "attention-predictor"
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12, "block": 2, "sinks": 2, "window": 3, "history": 8, "every": 3,

@@ -1,0 +1,188 @@
+"""The table of papers: what recipes and methods say of themselves, and where tests and figures name them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from accel.compiler.assemble import GRADES, assemble
+from accel.compiler.explain.words import docstrings
+from accel.ir.axis import find_axes
+from accel.ir.recipe import Recipe, bundled
+
+ROOT = Path(__file__).parents[2]
+TESTS, LAWS, FIGURES = ROOT / "tests", ROOT / "tests" / "laws", ROOT / "docs" / "figures"
+_CITED = re.compile(r"([^.;:()]*?)[,( ]+arXiv:(\d{4}\.\d{4,5})")
+_ROW = re.compile(r"^\| `?([a-z][a-z0-9-]*)[@`, ]", re.M)  # a table's row of a recipe
+_MOST = 3  # tests and figures that a cell names
+
+INTRO = """# Papers
+
+Generated from the recipe files (`papers`), the docstrings of their methods (arXiv numbers), what each method declares
+(`grade`, `lacks`), and the tests and figures that name it. {count} papers: {works} work, {partly} partly, where `lacks`
+says what is missing.
+
+- **Grade**: how the output compares with the model's own; see [grades](../concepts/capabilities.md#grades).
+- **Evidence**: *law*: tests that run over all methods of the axis; *own*: tests that name the method or its recipe;
+  *figures*: pages with a row of the recipe. `tests/test_papers.py` fails where a paper has neither law nor test of its own.
+- A paper without a recipe or a method is not here. What a recipe is refused with stands on its own page; which models
+  refuse it, `accel-compile explain` says.
+
+| paper | recipe or method | grade | state | evidence |
+|---|---|---|---|---|
+"""
+
+
+@dataclass
+class Paper:
+    """One row. methods: (axis, name) of those that cite it; recipes: those that claim it."""
+
+    title: str
+    arxiv: str = ""
+    methods: list[tuple[str, str]] = field(default_factory=list)
+    recipes: list[str] = field(default_factory=list)
+
+    @property
+    def lacks(self) -> list[str]:
+        """What its methods say that they do not do of it."""
+        axes = find_axes()
+        return list(filter(None, (axes[axis].method(name).lacks for axis, name in self.methods)))
+
+
+def papers() -> list[Paper]:
+    """All that a recipe claims or a method cites, by title. One without a number on arXiv is cited by its title."""
+    found: dict[str, Paper] = {}
+    for name in bundled():
+        recipe = Recipe.load(name)
+        for title in recipe.papers:
+            arxiv = recipe.arxiv.get(title, "")
+            paper = found.setdefault(arxiv or title, Paper(title, arxiv))
+            paper.recipes.append(name)
+    for axis, one in find_axes().items():
+        for name in one.names():
+            told = " ".join(docstrings(one.method(name)).split())
+            for short, arxiv in _CITED.findall(told):
+                found.setdefault(arxiv, Paper(short.strip(), arxiv))
+            for key, paper in found.items():
+                if (paper.arxiv or key).casefold() in told.casefold():
+                    paper.methods.append((axis, name))
+    return sorted(found.values(), key=lambda paper: paper.title.casefold())
+
+
+@dataclass(frozen=True)
+class Tests:
+    """What the test files name. words: file -> its strings; imported: file -> the modules that it imports."""
+
+    words: Mapping[str, frozenset[str]]
+    imported: Mapping[str, frozenset[str]]
+    laws: frozenset[str]  # files that run over the names of an axis
+
+    def own(self, paper: Paper) -> list[str]:
+        """Files that are called after a method or a recipe of the paper, import the method, or name it: by its recipe,
+        or by its name beside that of its axis.
+        """
+        names = {*paper.recipes, *(name for _, name in paper.methods)}
+        called = {f"test_{name.replace('-', '_')}.py" for name in names}
+        modules = {find_axes()[a].method(n).__module__ for a, n in paper.methods}
+        found = [
+            file
+            for file, words in self.words.items()
+            if file not in self.laws
+            and (
+                Path(file).name in called
+                or modules & self.imported[file]
+                or words & set(paper.recipes)
+                or any({axis, name} <= words for axis, name in paper.methods)
+            )
+        ]
+        return sorted(found, key=lambda file: (Path(file).name not in called, file))
+
+    def law(self, paper: Paper) -> list[str]:
+        """Laws of the axes of its methods: files that are called after the axis and run over its names."""
+        stems = {f"test_{axis.replace('.', '_')}" for axis, _ in paper.methods}
+        return [file for file in sorted(self.laws) if Path(file).stem in stems]
+
+
+def read_tests(texts: Mapping[str, str]) -> Tests:
+    """file, from the root of the repository -> its text."""
+    words, imported, laws = {}, {}, set()
+    for file, text in texts.items():
+        nodes = list(ast.walk(ast.parse(text)))
+        words[file] = frozenset(
+            n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        )
+        imported[file] = frozenset(_imported(nodes))
+        asks = any(isinstance(n, ast.Attribute) and n.attr == "names" for n in nodes)
+        if asks and Path(file).parent.name == LAWS.name:
+            laws.add(file)
+    return Tests(words, imported, frozenset(laws))
+
+
+def _imported(nodes: Iterable[ast.AST]) -> Iterable[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{one.name}" for one in node.names)
+
+
+@cache
+def tests() -> Tests:
+    files = sorted(TESTS.rglob("test_*.py"))
+    return read_tests({
+        file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files
+    })  # fmt: skip
+
+
+@cache
+def figures() -> dict[str, frozenset[str]]:
+    """Page of figures -> the recipes that have a row in it."""
+    return {
+        page.relative_to(FIGURES).as_posix(): frozenset(_ROW.findall(page.read_text("utf-8")))
+        for page in sorted(FIGURES.rglob("*.md"))
+    }
+
+
+def page() -> str:
+    """The page, as Markdown."""
+    rows = papers()
+    partly = sum(bool(paper.lacks) for paper in rows)
+    lines = [INTRO.format(count=len(rows), works=len(rows) - partly, partly=partly)]
+    return "".join([*lines, *(_row(paper) for paper in rows)])
+
+
+def _row(paper: Paper) -> str:
+    link = f" ([{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv}))" if paper.arxiv else ""
+    named = [f"[`{name}`](#recipe-{name})" for name in paper.recipes]
+    named += [f"`{axis} = {name}`" for axis, name in paper.methods if not paper.recipes]
+    state = f"partly; not: {'; '.join(paper.lacks)}" if paper.lacks else "works"
+    cells = [paper.title + link, ", ".join(named), _grade(paper), state, _evidence(paper)]
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
+
+
+def _grade(paper: Paper) -> str:
+    """Those of its recipes, the best first; without one, of its methods."""
+    found: set[str] = {assemble(Recipe.load(name)).grade for name in paper.recipes}
+    if not found:
+        methods: list[Any] = [find_axes()[a].build(n) for a, n in paper.methods]
+        found = {getattr(method, "grade", GRADES[0]) for method in methods}
+    return ", ".join(sorted(found, key=GRADES.index))
+
+
+def _evidence(paper: Paper) -> str:
+    shown = {"law": tests().law(paper), "own": tests().own(paper)}
+    parts = [
+        f"{kind}: " + ", ".join(f"`{file}`" for file in files[:_MOST])
+        for kind, files in shown.items()
+        if files
+    ]
+    pages = [name for name, named in figures().items() if named & set(paper.recipes)][:_MOST]
+    if pages:
+        parts.append("figures: " + ", ".join(f"[{Path(p).stem}](../figures/{p})" for p in pages))
+    return "; ".join(parts) or "none"
