@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,10 @@ from accel.ir.axis import find_axes
 from accel.ir.recipe import Recipe, bundled
 
 ROOT = Path(__file__).parents[2]
-TESTS, LAWS, FIGURES = ROOT / "tests", ROOT / "tests" / "laws", ROOT / "docs" / "figures"
+FIGURES = ROOT / "docs" / "figures"
+_PROSE = re.compile(r'""".*?"""|(?m:^\s*#.*?$)|(?m:  # .*?$)', re.S)  # of a test file
+_NAME = re.compile(r'"([a-z][\w.-]*)"')
+_IMPORT = re.compile(r"^\s*from (accel[\w.]*) import (\([^)]*\)|[^\n(]*)", re.M)
 _CITED = re.compile(r"([^.;:()]*?)[,( ]+arXiv:(\d{4}\.\d{4,5})")
 _ROW = re.compile(r"^\| `?([a-z][a-z0-9-]*)[@`, ]", re.M)  # a table's row of a recipe
 _MOST = 3  # tests and figures that a cell names
@@ -29,7 +31,7 @@ says what is missing.
 
 - **Grade**: how the output compares with the model's own; see [grades](../concepts/capabilities.md#grades).
 - **Evidence**: *law*: tests that run over all methods of the axis; *own*: tests that name the method or its recipe;
-  *figures*: pages with a row of the recipe. `tests/test_papers.py` fails where a paper has neither law nor test of its own.
+  *figures*: pages with a row of the recipe. `tests/test_papers.py` fails where no test names a paper.
 - A paper without a recipe or a method is not here. What a recipe is refused with stands on its own page; which models
   refuse it, `accel-compile explain` says.
 
@@ -67,7 +69,9 @@ def papers() -> list[Paper]:
         for name in one.names():
             told = " ".join(docstrings(one.method(name)).split())
             for short, arxiv in _CITED.findall(told):
-                found.setdefault(arxiv, Paper(short.strip(), arxiv))
+                paper = found.setdefault(arxiv, Paper(short.strip(), arxiv))
+                if not paper.recipes:
+                    paper.title = min(paper.title, short.strip(), key=len)
             for key, paper in found.items():
                 if (paper.arxiv or key).casefold() in told.casefold():
                     paper.methods.append((axis, name))
@@ -76,31 +80,33 @@ def papers() -> list[Paper]:
 
 @dataclass(frozen=True)
 class Tests:
-    """What the test files name. words: file -> its strings; imported: file -> the modules that it imports."""
+    """What the test files name. words: file -> its strings that may be names; imported: file -> the modules that it
+    imports; laws: files that run over the names of an axis.
+    """
 
     words: Mapping[str, frozenset[str]]
     imported: Mapping[str, frozenset[str]]
-    laws: frozenset[str]  # files that run over the names of an axis
+    laws: frozenset[str]
 
     def own(self, paper: Paper) -> list[str]:
         """Files that are called after a method or a recipe of the paper, import the method, or name it: by its recipe,
-        or by its name beside that of its axis.
+        or by its name beside that of its axis. The likeliest first.
         """
         names = {*paper.recipes, *(name for _, name in paper.methods)}
         called = {f"test_{name.replace('-', '_')}.py" for name in names}
         modules = {find_axes()[a].method(n).__module__ for a, n in paper.methods}
-        found = [
-            file
-            for file, words in self.words.items()
-            if file not in self.laws
-            and (
-                Path(file).name in called
-                or modules & self.imported[file]
-                or words & set(paper.recipes)
-                or any({axis, name} <= words for axis, name in paper.methods)
+
+        def rank(file: str) -> int:
+            words = self.words[file]
+            marks = (
+                Path(file).name in called,
+                modules & self.imported[file],
+                words & set(paper.recipes) or any({*one} <= words for one in paper.methods),
             )
-        ]
-        return sorted(found, key=lambda file: (Path(file).name not in called, file))
+            return next((n for n, mark in enumerate(marks) if mark), len(marks))
+
+        ranks = {file: rank(file) for file in self.words}
+        return sorted((f for f, n in ranks.items() if n < 3), key=lambda f: (ranks[f], f))
 
     def law(self, paper: Paper) -> list[str]:
         """Laws of the axes of its methods: files that are called after the axis and run over its names."""
@@ -109,35 +115,28 @@ class Tests:
 
 
 def read_tests(texts: Mapping[str, str]) -> Tests:
-    """file, from the root of the repository -> its text."""
-    words, imported, laws = {}, {}, set()
-    for file, text in texts.items():
-        nodes = list(ast.walk(ast.parse(text)))
-        words[file] = frozenset(
-            n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
-        )
-        imported[file] = frozenset(_imported(nodes))
-        asks = any(isinstance(n, ast.Attribute) and n.attr == "names" for n in nodes)
-        if asks and Path(file).parent.name == LAWS.name:
-            laws.add(file)
-    return Tests(words, imported, frozenset(laws))
+    """file, from the root of the repository -> its text. What stands in comments and docstrings names nothing."""
+    code = {file: _PROSE.sub("", text) for file, text in texts.items()}
+    return Tests(
+        {file: frozenset(_NAME.findall(text)) for file, text in code.items()},
+        {file: frozenset(_imported(text)) for file, text in code.items()},
+        frozenset(f for f, t in code.items() if ".names()" in t and Path(f).parent.name == "laws"),
+    )
 
 
-def _imported(nodes: Iterable[ast.AST]) -> Iterable[str]:
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{one.name}" for one in node.names)
+def _imported(text: str) -> Iterable[str]:
+    for module, names in _IMPORT.findall(text):
+        yield module
+        yield from (f"{module}.{name}" for name in re.findall(r"\w+", names))
 
 
 @cache
 def tests() -> Tests:
-    files = sorted(TESTS.rglob("test_*.py"))
-    return read_tests({
-        file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files
-    })  # fmt: skip
+    """Those of the repository."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return read_tests(
+        {f.relative_to(ROOT).as_posix(): f.read_text(encoding="utf-8") for f in files}
+    )
 
 
 @cache
@@ -157,12 +156,22 @@ def page() -> str:
     return "".join([*lines, *(_row(paper) for paper in rows)])
 
 
+def linked(title: str, arxiv: str) -> str:
+    """A title, with a link where the paper is on arXiv."""
+    return f"{title} ([arXiv:{arxiv}](https://arxiv.org/abs/{arxiv}))" if arxiv else title
+
+
 def _row(paper: Paper) -> str:
-    link = f" ([{paper.arxiv}](https://arxiv.org/abs/{paper.arxiv}))" if paper.arxiv else ""
     named = [f"[`{name}`](#recipe-{name})" for name in paper.recipes]
     named += [f"`{axis} = {name}`" for axis, name in paper.methods if not paper.recipes]
-    state = f"partly; not: {'; '.join(paper.lacks)}" if paper.lacks else "works"
-    cells = [paper.title + link, ", ".join(named), _grade(paper), state, _evidence(paper)]
+    state = f"partly: without {'; '.join(paper.lacks)}" if paper.lacks else "works"
+    cells = [
+        linked(paper.title, paper.arxiv),
+        ", ".join(named),
+        _grade(paper),
+        state,
+        _evidence(paper),
+    ]
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
 
 
@@ -176,7 +185,8 @@ def _grade(paper: Paper) -> str:
 
 
 def _evidence(paper: Paper) -> str:
-    shown = {"law": tests().law(paper), "own": tests().own(paper)}
+    law = tests().law(paper)
+    shown = {"law": law, "own": [file for file in tests().own(paper) if file not in law]}
     parts = [
         f"{kind}: " + ", ".join(f"`{file}`" for file in files[:_MOST])
         for kind, files in shown.items()

@@ -34,7 +34,7 @@ class SpecdecPp(OfTokens):
     most: int = count(20, most=256)
     trained: str = ""
 
-    lacks = "a head that reads the hidden state; it reads draft probabilities"
+    lacks = "a head that reads the hidden state (it reads draft probabilities)"
     key: ClassVar[str] = "specdec-pp"
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ class Actqkv(Tables, Units):
     chunk: int = count(1, most=1 << 20)
     floor: int = 512
 
-    lacks = "statistics of the tokens before; a table has those of a text"
+    lacks = "statistics of the tokens before (a table has a text's)"
     key: ClassVar[str] = "actqkv"
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "best": 2, "chunk": 3, "floor": 4, "dense_layers": 0,

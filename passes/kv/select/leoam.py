@@ -33,7 +33,7 @@ class Leoam(Quest):
 
     chunk: int = 64
     spread: int = count(2, most=1024)
-    lacks = "its own packing and fetching of chunks on the disk"
+    lacks = "its packing and fetching of chunks on the disk"
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12,

@@ -40,7 +40,7 @@ class Shadowkv(LowRank):
     page: int = 8
     outliers: int = count(48, most=4096)
     local: int = count(4, most=4096)
-    lacks = "dropping the exact keys, which stay in a file"
+    lacks = "dropping the exact keys (they stay in a file)"
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12, "page": 4, "outliers": 1, "local": 1, "dense_layers": 0, "low_rank": 6,
     }  # fmt: skip

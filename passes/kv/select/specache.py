@@ -50,7 +50,7 @@ class Specache(Tokens):
     bits: int = 2
     group: int = 32
 
-    lacks = "asking by a guess of the next token; the token before asks"
+    lacks = "a guess of the next token that asks (the token before asks)"
     fewest: ClassVar[int] = 0
     merges: ClassVar[bool] = True
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
