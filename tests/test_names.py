@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import subprocess
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -12,10 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = ("ir", "passes", "lowering", "runtime", "api")
 CODE = (*LAYERS, "tools", "tests")
+TOPS = (*CODE, "docs", "recipes")
 GENERATED = ROOT / "docs" / "recipes"
 MADE = ("artifact/", "build/", "org/")  # what examples call what a run writes, and repositories
 TICKED = re.compile(r"`([^`\n]+)`")
-FILE = re.compile(r"[\w./-]+\.py")
+FILE = re.compile(rf"[\w./-]+\.py|(?:{'|'.join(TOPS)})/[\w./-]*\.\w+")
 FOLDER = re.compile(r"([a-z_0-9-]+(?:/[a-z_0-9-]+)+)(\.\w+)?/?")  # or a module, or what it has
 MODULE = re.compile(rf"((?:accel\.)?(?:{'|'.join(LAYERS)})(?:\.\w+)+)")
 MEMBER = re.compile(r"([A-Z]\w+)\.(\w+)")
@@ -28,22 +28,13 @@ HAS = re.compile(r"\bdef (\w+)|^ +(\w+)(?::| =)|\bself\.(\w+)|^ +class (\w+)", r
 @cache
 def paths() -> frozenset[str]:
     """Every file and folder, by as much of its path as tells it: a docstring says `session/core.py`."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    tops = [*(ROOT / top for top in TOPS), *ROOT.glob("*.*")]
     found = set()
-    for file in listed.stdout.splitlines() or _walked():
-        parts = file.split("/")
-        for i in range(len(parts)):
-            found |= {"/".join(parts[i:j]) for j in range(i + 1, len(parts) + 1)}
+    for file in [p for top in tops for p in (top, *top.rglob("*"))]:
+        parts = file.relative_to(ROOT).parts
+        if "__pycache__" not in parts:
+            found |= {"/".join(parts[i:]) for i in range(len(parts))}
     return frozenset(found)
-
-
-def _walked() -> list[str]:
-    """Where there is no git."""
-    return [
-        p.relative_to(ROOT).as_posix()
-        for top in (*CODE, "docs", "recipes")
-        for p in (ROOT / top).rglob("*.*")
-    ]
 
 
 @cache
@@ -95,7 +86,7 @@ def lost(text: str) -> list[str]:
         if re.search(r"[<*{]|[A-Z]{4,}", word.partition("(")[0]) or word.startswith(MADE):
             continue
         if FILE.fullmatch(word):
-            good = word in paths()
+            good = word in paths() or is_module(word.replace("/", "."))
         elif one := FOLDER.fullmatch(word):
             good = word.rstrip("/") in paths() or f"{one[1]}.py" in paths()
         elif one := MODULE.match(word):
@@ -139,11 +130,13 @@ def test_names_lead_somewhere(top):
 def test_a_name_that_leads_nowhere_is_seen():
     """The control."""
     gone = [
-        "runtime/session/heart.py", "session/heart.py", "session/heart", "runtime.depth", "accel.runtime.depths.Base",
+        "runtime/session/heart.py", "session/heart.py", "recipes/basic/bass.toml",
+        "session/heart", "runtime.depth", "accel.runtime.depths.Base",
         "accel.ir.axis.find_axis", "Session.rewound", "Recipe.tablets()",
     ]  # fmt: skip
     there = [
-        "runtime/session/core.py", "session/core.py", "core.py", "runtime/session", "speculation/guard", "ir.axis",
+        "runtime/session/core.py", "session/core.py", "core.py", "docs/conf.py", "recipes/basic/base.toml",
+        "runtime/session", "speculation/guard", "ir.axis",
         "accel.ir.axis.find_axes", "Session.rewind", "Recipe.tables", "CompiledModel.generate(prompts)",
         "tests/laws/test_<axis>.py", "test_NAME.py", "runtime/*/Base.py",
     ]  # fmt: skip
