@@ -27,6 +27,9 @@ class SpecdecPp(OfTokens):
     it is on every path (`least`: levels).
     `trained`: the head's file, from
     `accel-compile train specdec-pp`; empty: the one that is kept for the two models.
+
+    The head reads the draft probabilities; the paper's reads the hidden state. Other models than it was trained for
+    are refused.
     """
 
     threshold: float = 0.3

@@ -25,6 +25,8 @@ class CaM(Base):
 
     Attention is that of generated tokens, so nothing is merged before the first. The draw is a hash of the token's
     position, the head and `seed`.
+
+    A call of one token counts as a generated one, so prompts run whole.
     """
 
     window: int = count(32, most=4096)

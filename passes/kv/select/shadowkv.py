@@ -34,6 +34,8 @@ class Shadowkv(LowRank):
     generated tokens are as others, and outliers are those of what a token sees. The paper drops exact keys but for
     outliers and local chunks; here they are in a file, beside the values, where these are read, and a later prompt,
     whose end makes directions of all keys anew.
+
+    In memory are the landmarks and a number of each chunk, 1/8 of the keys, beside the keys of few numbers.
     """
 
     tokens_read: int = 2048
