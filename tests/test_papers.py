@@ -114,3 +114,13 @@ def test_the_page_has_a_row_for_each_paper():
     assert f"{len(ALL)} papers: {len(ALL) - len(partly)} work, {len(partly)} partly" in page
     for name in re.findall(r"\]\(\.\./figures/([\w./-]+)\)", page):
         assert (papers.FIGURES / name).is_file()
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_a_recipe_has_evidence(name):
+    """Also one of no paper: its page says what holds it."""
+    assert papers.evidence_of(name) != "none"
+
+
+def test_a_recipe_without_evidence_is_seen():
+    assert papers.evidence(papers.Paper("", recipes=["NAME"])) == "none"

@@ -106,7 +106,13 @@ class Tests:
             return next((n for n, mark in enumerate(marks) if mark), len(marks))
 
         ranks = {file: rank(file) for file in self.words}
-        return sorted((f for f, n in ranks.items() if n < 3), key=lambda f: (ranks[f], f))
+        every = {one for axis in find_axes().values() for one in axis.names()} | set(bundled())
+
+        def order(file: str) -> tuple[int, int, str]:
+            """The fewer others it names, the more it is about this one."""
+            return ranks[file], len(self.words[file] & every), file
+
+        return sorted((file for file, n in ranks.items() if n < 3), key=order)
 
     def law(self, paper: Paper) -> list[str]:
         """Laws of the axes of its methods: files that are called after the axis and run over its names."""
@@ -150,7 +156,7 @@ def figures() -> dict[str, frozenset[str]]:
 
 def page() -> str:
     """The page, as Markdown."""
-    rows = papers()
+    rows = _all()
     partly = sum(bool(paper.lacks) for paper in rows)
     lines = [INTRO.format(count=len(rows), works=len(rows) - partly, partly=partly)]
     return "".join([*lines, *(_row(paper) for paper in rows)])
@@ -170,7 +176,7 @@ def _row(paper: Paper) -> str:
         ", ".join(named),
         _grade(paper),
         state,
-        _evidence(paper),
+        evidence(paper),
     ]
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n"
 
@@ -184,7 +190,20 @@ def _grade(paper: Paper) -> str:
     return ", ".join(sorted(found, key=GRADES.index))
 
 
-def _evidence(paper: Paper) -> str:
+@cache
+def _all() -> list[Paper]:
+    return papers()
+
+
+def evidence_of(name: str) -> str:
+    """What holds a recipe to its papers; without one, or where no method of it cites one, to what its methods are."""
+    tables = {(axis, table["use"]) for axis, table in Recipe.load(name).tables.items()}
+    cited = {one for paper in _all() if name in paper.recipes for one in paper.methods}
+    return evidence(Paper("", methods=sorted(tables & cited or tables), recipes=[name]))
+
+
+def evidence(paper: Paper) -> str:
+    """Laws, tests of its own and figures, in a line; "none" where there is nothing."""
     law = tests().law(paper)
     shown = {"law": law, "own": [file for file in tests().own(paper) if file not in law]}
     parts = [
@@ -192,7 +211,8 @@ def _evidence(paper: Paper) -> str:
         for kind, files in shown.items()
         if files
     ]
-    pages = [name for name, named in figures().items() if named & set(paper.recipes)][:_MOST]
+    pages = [name for name, named in figures().items() if named & set(paper.recipes)]
+    pages = sorted(pages, key=lambda name: ("/" in name, name))[:_MOST]  # generated tables first
     if pages:
         parts.append("figures: " + ", ".join(f"[{Path(p).stem}](../figures/{p})" for p in pages))
     return "; ".join(parts) or "none"

@@ -123,6 +123,7 @@ def _recipe(
     lines += [
         f"- Paper: {papers.linked(title, recipe.arxiv.get(title, ''))}" for title in recipe.papers
     ]
+    lines.append(f"- Evidence: {papers.evidence_of(name)}")
     for axis, method in plan.methods.items():
         lines += [
             "",
