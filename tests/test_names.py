@@ -73,14 +73,19 @@ def is_module(name: str) -> bool:
     return False
 
 
+@cache
+def called(file: str) -> list[Path]:
+    """The files of code that the end of a path may be of."""
+    found = [path for top in CODE for path in (ROOT / top).rglob(Path(file).name)]
+    return [path for path in found if path.as_posix().endswith(f"/{file}")]
+
+
 def lost(text: str) -> list[str]:
     """The names in backticks that lead nowhere. A word in capitals, and what holds <, * or {, stands for a name."""
     found = [
         f"{name} of {file}"
         for name, file in OF_FILE.findall(text)
-        if not any(
-            name in read(path) for path in ROOT.glob(f"**/{file}") if ".venv" not in path.parts
-        )
+        if not any(name in read(path) for path in called(file))
     ]
     for word in map(str.strip, TICKED.findall(text)):
         if re.search(r"[<*{]|[A-Z]{4,}", word.partition("(")[0]) or word.startswith(MADE):
