@@ -60,12 +60,14 @@ class Method:
     and only if one method relies on an invariant that another breaks, or on one in `PROVIDED` that no method provides.
     `small`: options for tiny models and a few dozen tokens, if the defaults are too large. `by_position`: it chooses
     tokens by their position alone, whatever they hold. `files`: options of a method of the loop that name a file or a
-    folder which it reads as it runs; an artifact takes them along.
+    folder which it reads as it runs; an artifact takes them along. `lacks`: what of its paper it does not do, as a
+    phrase; the table of papers prints it.
     """
 
     files: ClassVar[tuple[str, ...]] = ()
     small: ClassVar[Mapping[str, Any]] = {}
     by_position: ClassVar[bool] = False
+    lacks: ClassVar[str] = ""
 
     @property
     def use(self) -> str:

@@ -138,7 +138,7 @@ def _show(e: Explanation, out: Path | None, say: Callable[[str], str]) -> None:
     pairs([
         ("recipe", e.recipe.name),
         ("about", e.recipe.about),
-        *(("paper", paper) for paper in e.recipe.papers),
+        *(("paper", paper) for paper in e.recipe.cited),
         ("model", e.model),
         ("grade", page.grade(e)),
         *(("note", note) for note in e.notes),

@@ -96,7 +96,7 @@ def _one(recipe: Recipe, as_json: bool) -> None:
         ("recipe", recipe.name),
         ("about", recipe.about),
         ("take it when", recipe.when),
-        *(("paper", paper) for paper in recipe.papers),
+        *(("paper", paper) for paper in recipe.cited),
         ("grade", plan.grade),
         *(("first", f"{one.command} ({one.time})") for one in parts_of(recipe)),
     ])  # fmt: skip

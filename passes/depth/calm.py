@@ -51,6 +51,7 @@ class Calm(Base):
     agreement: float = 0.95
     first: int = 0
     every: int = 4
+    lacks = "a threshold with a bound that holds with a given probability"
     reads_text = True
     small: ClassVar[Mapping[str, Any]] = {"threshold": 0.05, "first": 1, "every": 1}
 

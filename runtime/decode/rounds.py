@@ -46,9 +46,7 @@ class Rounds(ABC):
 
     @property
     def joins(self) -> bool:
-        """Whether rows of others may join, as far as the loop goes. The session has a say, too
-        (`capabilities.joins`).
-        """
+        """Whether the loop lets rows of others join. The session must also allow it (`capabilities.joins`)."""
         return False
 
     @property

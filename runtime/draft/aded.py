@@ -37,6 +37,8 @@ class Aded(Base):
     Of `simulations` walks from the newest two tokens the `choices` most visited paths are drafted, each with its
     heaviest successor, at most `nodes` tokens. `shared`: a loaded model's requests adapt one table of up to `bytes`;
     the oldest pairs are given up. Its published reward reads another pair's weights; the path's own are summed here.
+
+    The walks are in Python and take a few milliseconds.
     """
 
     corpus: str = ""

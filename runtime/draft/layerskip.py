@@ -25,6 +25,8 @@ Layers = npt.NDArray[np.bool_]
 class LayerSkip(Base):
     """A drafted token runs the first `exit` layers (0: a quarter), the final norm and the LM head. Its cache
     entries in those layers are rewound and written again by the verification call.
+
+    The recipe gets `depth = by-call`, which makes each layer conditional and skips none by default.
     """
 
     exit: int = 0

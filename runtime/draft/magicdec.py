@@ -28,11 +28,14 @@ class MagicDec(Base):
     """`tokens`: of the context, those that each head of the drafting cache keeps; the tokens that come later are all
     kept. `score`: the method of the axis `kv.score` that chooses them, once, when drafting begins. Both caches read
     the same weights, so drafting pays only where the cache is much of what a step reads: long contexts, large batches.
+
+    The paper also drafts by StreamingLLM; as `score` it is refused, since its ring drops tokens while others come.
     """
 
     tokens: int = count(256, most=1 << 24)
     score: str = "snapkv"
 
+    lacks = "drafts over StreamingLLM's cache"
     asks = {"tree": "chain"}
     relies = frozenset({Invariant.CHAINS})
     provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})

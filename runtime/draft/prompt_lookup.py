@@ -1,4 +1,4 @@
-"""Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): draft the tokens after an earlier
+"""Prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding): draft the tokens after an earlier
 occurrence of the newest tokens, in the prompt or the output.
 """
 

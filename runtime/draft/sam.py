@@ -37,6 +37,8 @@ class Sam(Base):
     shared: bool = False
     bytes: int = 4 << 20
 
+    lacks = "an automaton of a fixed corpus (a store of texts is scanned)"
+
     def __post_init__(self) -> None:
         for name, least in (("growth", 0), ("most", 1), ("bias", 0)):
             if getattr(self, name) < least:

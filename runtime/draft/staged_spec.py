@@ -31,6 +31,7 @@ class StagedSpec(Model):
     ngram: int = count(2, most=64)
     ahead: int = count(3, most=64)
 
+    lacks = "trees of drafts"
     relies = frozenset({Invariant.CHAINS})
 
     def __post_init__(self) -> None:

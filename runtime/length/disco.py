@@ -25,6 +25,8 @@ class Disco(OfRounds):
     """Drafts of up to `most` tokens, ended after one that stands, with all before it, with a probability below
     `threshold`; of a tree, after a level whose likeliest token does. `trained`: the head's file, from
     `accel-compile train disco`; empty: the one that is kept for the two models.
+
+    The head reads the ten largest draft probabilities, their entropy and the place in the draft.
     """
 
     threshold: float = 0.3

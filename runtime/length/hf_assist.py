@@ -27,6 +27,8 @@ class HfAssist(Base):
     """Drafts of up to `tokens`; with schedule "heuristic" plus two after each fully accepted draft, minus
     one after any other. A drafter with logits stops after a token with probability below `threshold` (0: never); of a
     tree, after a level that has no likelier one.
+
+    The threshold is per row. transformers 5.2 computes the new one but drafts with the old one.
     """
 
     tokens: int = count(20, most=256)

@@ -27,6 +27,9 @@ class SpecdecPp(OfTokens):
     it is on every path (`least`: levels).
     `trained`: the head's file, from
     `accel-compile train specdec-pp`; empty: the one that is kept for the two models.
+
+    The head reads the draft probabilities; the paper's reads the hidden state. Other models than it was trained for
+    are refused.
     """
 
     threshold: float = 0.3
@@ -34,6 +37,7 @@ class SpecdecPp(OfTokens):
     most: int = count(20, most=256)
     trained: str = ""
 
+    lacks = "a head that reads the hidden state (it reads draft probabilities)"
     key: ClassVar[str] = "specdec-pp"
 
     def __post_init__(self) -> None:

@@ -32,6 +32,10 @@ class Tetris(Base):
     `published`: as in the paper rows that sample do so, too, and the budget goes to the tokens whose own probability,
     with those before, is largest. That drops drawn tokens for what they are, so samples lean towards what the drafter
     is sure of.
+
+    Waiting takes 1.6 times as many calls of the draft model as all drafting at once (8 rows, `tokens` 4, `extra`
+    2). In tables of two tokens `published` is off by a total variation of 0.004 to 0.26 over the first two tokens
+    of two rows.
     """
 
     tokens: int = count(4, most=256)

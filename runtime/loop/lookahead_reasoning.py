@@ -48,6 +48,7 @@ class LookaheadReasoning(Base):
     step_tokens: int = count(100, most=1024)
     width: int = count(1, most=8)
 
+    lacks = "drafting while the model writes (they take turns)"
     asks = {"draft": ""}
     relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}
     grade = "approximate"

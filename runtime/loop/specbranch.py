@@ -33,6 +33,7 @@ class Specbranch(Parallel):
     ahead: int = count(6, most=32)
     threshold: float = 0.4
 
+    lacks = "the optional predictor that reads hidden states"
     grows = True
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ class Nexus(Base):
     prompt_slack: float = 1.0
     hysteresis: float = 0.1
 
+    lacks = "measured curves of its cost model"
     chunks = overtakes = beside = True
 
     def __post_init__(self) -> None:

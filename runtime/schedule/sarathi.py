@@ -19,6 +19,7 @@ class Sarathi(Base):
 
     tokens: int = count(512, most=1 << 20)
 
+    lacks = "one call for chunks and decodes; micro-batches of pipelines"
     chunks = True
 
     def __post_init__(self) -> None:

@@ -39,6 +39,8 @@ class Splitwise(Base):
     mixed: int = count(0, most=MOST)
     queue: int = 8192
 
+    lacks = "sending a cache layer by layer while a prompt runs"
+
     def __post_init__(self) -> None:
         counts = {"prompt": self.prompt, "token": self.token, "mixed": self.mixed}
         for name, value in counts.items():

@@ -31,6 +31,7 @@ class Cape(Base, Shape):
     widths: Any = None
     depth: int = count(4, most=64)
 
+    lacks = "GliDe, the drafter that reads the model's cache"
     siblings = Siblings.CHOSEN
     relies = frozenset({Invariant.PROBABILITIES})
 

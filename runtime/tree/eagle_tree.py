@@ -28,6 +28,7 @@ class EagleTree(Base, Shape):
     top_k: int = count(10, most=64)
     depth: int = count(5, most=64)
 
+    lacks = "the drafter that reads hidden states (a draft model drafts)"
     siblings = Siblings.CHOSEN
     relies = frozenset({Invariant.PROBABILITIES})
 

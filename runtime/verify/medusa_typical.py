@@ -22,6 +22,7 @@ class MedusaTypical(Base):
     epsilon: float = 0.09
     delta: float = 0.3
 
+    lacks = "the heads that draft"
     grade = "approximate"
     reads_q = False
 

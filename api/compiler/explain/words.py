@@ -14,6 +14,12 @@ def about(method: Any) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
+def docstrings(kind: type[Any]) -> str:
+    """All that a class of a method and its module say of themselves."""
+    module = inspect.getdoc(inspect.getmodule(kind)) or ""
+    return f"{module}\n\n{inspect.cleandoc(kind.__dict__.get('__doc__') or '')}"
+
+
 def details(method: Any) -> str:
     """The whole docstring of the method's own class; "" where it has none beside its module's."""
     text = inspect.cleandoc(type(method).__dict__.get("__doc__") or "")

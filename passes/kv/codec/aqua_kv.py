@@ -39,6 +39,7 @@ class AquaKv(Tables, Base):
     group: int = count(64, most=1024)
     residual: int = count(128, most=8192)
     sinks: int = count(4, most=4096)
+    lacks = "its quantiser HIGGS (kivi's is used)"
     key: ClassVar[str] = "aqua-kv"
     together: ClassVar[bool] = True
     unrotated: ClassVar[bool] = True

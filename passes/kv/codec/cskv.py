@@ -33,6 +33,7 @@ class Cskv(Tables, Base):
     density: float = 0.2
     bits: int = 32
     window: int = count(32, most=1024)
+    lacks = "training of the maps from an SVD of the weights"
     key: ClassVar[str] = "cskv"
     together: ClassVar[bool] = True
     unrotated: ClassVar[bool] = True

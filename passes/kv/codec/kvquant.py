@@ -44,6 +44,7 @@ class Kvquant(Tables, Base):
     outliers: float = _SHARE
     first: int = count(1, most=64)
     recent: int = count(32, most=1024)
+    lacks = "codes weighted by the gradients of a loss; Q-Norm"
     key: ClassVar[str] = "kvquant"
     together: ClassVar[bool] = True
     unrotated: ClassVar[bool] = True

@@ -1,5 +1,5 @@
-"""CaM (ICML 2024, "Cache Merging for Memory-efficient LLMs Inference"): the value of an evicted token is spread over
-the next kept ones, the likelier the more attention it drew.
+"""CaM: Cache Merging for Memory-efficient LLMs Inference (ICML 2024). The value of an evicted token is spread over the
+next kept ones, the likelier the more attention it drew.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class CaM(Base):
 
     Attention is that of generated tokens, so nothing is merged before the first. The draw is a hash of the token's
     position, the head and `seed`.
+
+    A call of one token counts as a generated one, so prompts run whole.
     """
 
     window: int = count(32, most=4096)

@@ -23,6 +23,9 @@ class FreqKV(Base):
 
     Keys are rotated to their places in the cache, which the next token follows, so text may outgrow the positions that
     the model knows. The scores choose nothing.
+
+    With `kv.when = full` a cache of C slots is turned into low frequencies each time that it is full. After a call
+    it holds fewer than C tokens; until it is full for the first time a row is the model's own.
     """
 
     sinks: int = 8

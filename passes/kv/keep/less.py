@@ -29,6 +29,9 @@ class Less(Trained, Base):
     head has R (D + 1) numbers, however many tokens went.
 
     The maps are trained per layer; those of keys per KV head, those of queries per query head.
+
+    In training a row is cut and each head keeps some of its tokens; the maps learn to take away the error that
+    dropping the others leaves behind the output projection.
     """
 
     rank: int = count(8, most=256)

@@ -20,6 +20,7 @@ class MiKV(Base):
     """
 
     bits: int = 4
+    lacks = "channel scales of keys by a prompt's queries"
     breaks = Base.breaks | {Invariant.PLAIN_KEYS}
     merges: ClassVar[bool] = False
     demotes: ClassVar[bool] = True

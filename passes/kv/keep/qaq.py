@@ -31,6 +31,10 @@ class QAQ(Base):
 
     The paper also has 3 bits; its 0 bits never come up, but where all numbers are one. For |q|² its release has 300,
     called the norm of queries: an error of a key grows with |q| in a product, and |q| is about 15 in trained models.
+
+    Each pair of bits, such as `k2v4`, is an encoding of its own, which costs each step a decode: four with 2 to 4
+    bits, nine to 8. A token and head of D channels takes bits · D/8 bytes for each of key and value, 4 for steps, 3
+    for each outlier, and 8 for its position.
     """
 
     error: float = 1.0
@@ -38,6 +42,7 @@ class QAQ(Base):
     least_bits: int = 2
     most_bits: int = 4
     outliers: float = 0.01
+    lacks = "codes of 3 bits"
     merges: ClassVar[bool] = False
     demotes: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"window": 2}

@@ -37,6 +37,7 @@ class SubGen(Base):
     slots: int = count(128, most=4096)
     seed: int = 0
 
+    lacks = "a number of clusters that grows by a radius"
     merges: ClassVar[bool] = False
     absorbs: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"clusters": 3, "samples": 2, "slots": 4}

@@ -1,4 +1,6 @@
-"""Value merging: the value of an evicted token is added to that of the kept token with the most similar key."""
+"""Value merging (Token Merging, arXiv:2210.09461; D2O, arXiv:2406.13035): the value of an evicted token is added to
+that of the kept token with the most similar key.
+"""
 
 from __future__ import annotations
 

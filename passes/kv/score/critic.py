@@ -25,6 +25,7 @@ class Critic(Base):
     attention: float = 0.5
     entropy: float = 0.5
     recent: int = 128
+    lacks = "the term of a loss's gradient"
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 4}
 

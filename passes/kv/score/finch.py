@@ -1,4 +1,4 @@
-"""FINCH (TACL 2024, "Prompt-guided Key-Value Cache Compression"): keep what the question attends to."""
+"""FINCH (arXiv:2408.00167): keep what the question attends to."""
 
 from __future__ import annotations
 

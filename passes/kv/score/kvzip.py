@@ -21,6 +21,7 @@ class KVzip(Base):
     """
 
     sinks: int = 4
+    lacks = "repeats in chunks, for prompts of more than 2048 tokens"
     repeats: ClassVar[bool] = True  # type: ignore[misc]
 
     def accumulate(self, mass: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]

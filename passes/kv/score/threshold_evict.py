@@ -20,8 +20,8 @@ from accel.passes.trained import Lesson, Trained
 @dataclass(frozen=True)
 class ThresholdEvict(Trained, Base):
     """The score of a token is made once, when it is cached, and holds for ever. With the budget `threshold` a token
-    goes where its score is below it, once it is not among the last `recent` any more (Dynamic Memory Sparsification's
-    delay, arXiv:2506.05345). So a session keeps the same tokens however often it evicts.
+    goes where its score is below it, once it is not among the last `recent` any more (the delay
+    of Dynamic Memory Sparsification). So a session keeps the same tokens however often it evicts.
 
     A layer has linear, GELU, linear. They learn the logarithm of KVzip's score with norms (KVzip+): the largest
     attention that the token draws of the text's repeat, times the norm of its value behind the output projection, by
@@ -30,6 +30,7 @@ class ThresholdEvict(Trained, Base):
 
     recent: int = 128
 
+    lacks = "the linear form of the scorer"
     key: ClassVar[str] = "threshold-evict"
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 3}

@@ -1,4 +1,6 @@
-"""ActQKV: blocks are chosen for all heads of a layer at once, by a probe query that weights unusual queries more."""
+"""ActQKV (arXiv:2502.13542): blocks are chosen for all heads of a layer at once, by a probe query that weights unusual
+queries more.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +39,9 @@ class Actqkv(Tables, Units):
     The table has the mean and the variance of queries and the density of each layer, which the paper takes of the
     tokens before. The `best` keys are those with the largest product with the mean query; the paper takes those that
     draw most attention of the tokens behind them, and keeps keys without positions.
+
+    In the bundled model the density is nearly 1 in each layer (0.995 to 1.000): cosines lie within -1..1, so their
+    softmax is flat, and layers share evenly.
     """
 
     size: int = 32
@@ -46,6 +51,7 @@ class Actqkv(Tables, Units):
     chunk: int = count(1, most=1 << 20)
     floor: int = 512
 
+    lacks = "statistics of the tokens before (a table has a text's)"
     key: ClassVar[str] = "actqkv"
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "best": 2, "chunk": 3, "floor": 4, "dense_layers": 0,

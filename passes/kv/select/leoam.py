@@ -29,10 +29,14 @@ class Leoam(Quest):
     (`quest`), for a bound of a chunk is none below that of its parts; here it is split once, into pages, so that the
     graph has one form. How a chunk on the disk is packed, and when it is fetched, is left to the system: it reads what
     is asked for, and keeps of it what memory there is.
+
+    In memory are 5/64 of what keys and values take, with chunks of 64 tokens and pages of 16; of N pages a token
+    looks at N/4 + 132 ranges. With enough chunks, or chunks of one page, the choice is `quest`'s.
     """
 
     chunk: int = 64
     spread: int = count(2, most=1024)
+    lacks = "its packing and fetching of chunks on the disk"
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12,

@@ -27,6 +27,9 @@ class Louiskv(Units):
     units, neighbouring ones together where there are more. Tokens that read everything, since there were no more than
     `tokens_read`, searched nothing: they are in runs of `size`. `boundary` is 0.7 in the paper, for Qwen3-8B. New units
     compete by the query of the last search, so a budget of all tokens reads all of them.
+
+    Which tokens searched is kept of each token, for as long as it is there, so the segments of generated text are
+    cut otherwise in each layer.
     """
 
     tokens_read: int = 1024

@@ -41,6 +41,7 @@ class Sentencekv(Units):
     ends: str = ". ! ? ... \n\n \u3002 \uff01 \uff1f"
     end_ids: Any = None
 
+    lacks = "its first choice of a prompt's tokens"
     sees_all: ClassVar[bool] = True
     reads_spelling: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {

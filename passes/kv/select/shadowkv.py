@@ -34,12 +34,15 @@ class Shadowkv(LowRank):
     generated tokens are as others, and outliers are those of what a token sees. The paper drops exact keys but for
     outliers and local chunks; here they are in a file, beside the values, where these are read, and a later prompt,
     whose end makes directions of all keys anew.
+
+    In memory are the landmarks and a number of each chunk, 1/8 of the keys, beside the keys of few numbers.
     """
 
     tokens_read: int = 2048
     page: int = 8
     outliers: int = count(48, most=4096)
     local: int = count(4, most=4096)
+    lacks = "dropping the exact keys (they stay in a file)"
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12, "page": 4, "outliers": 1, "local": 1, "dense_layers": 0, "low_rank": 6,
     }  # fmt: skip

@@ -44,12 +44,18 @@ class Specache(Tokens):
     The paper asks a guess of the next token for these rows, which it feeds beside each token; here the token before
     does. The first token behind a prompt, or behind any call that reads everything, asks for its own, as in the paper.
     A call of up to FEW tokens gives the logits of single tokens; longer ones read everything, and no copy.
+
+    Bytes of the copy, for a token, layer and KV head: D · bits/8 + 4 D/group of keys, D · bits/8 + 4 ⌈D/group⌉ of
+    values; and 33 · 8 (G `tokens_read` + 1) of a row and layer for the rows asked for. Rows that a step reads as
+    they are are hidden in the copy, so one softmax is over all tokens, each once. With rows for all tokens the
+    logits are the model's. The copies of a layer are decoded in each call that chooses.
     """
 
     tokens_read: int = 64
     bits: int = 2
     group: int = 32
 
+    lacks = "a guess of the next token that asks (the token before asks)"
     fewest: ClassVar[int] = 0
     merges: ClassVar[bool] = True
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}

@@ -34,6 +34,9 @@ class TokenButler(Features):
     The query heads of a group share a list, by the most that one of them foretells, and features of keys are of KV
     heads: in the paper they are of query heads, and each has a list. The paper reads a share of the tokens, and
     only its first layer is dense.
+
+    A layer keeps 16 numbers a token and KV head. The predictor's attention is computed whole, T · C scores a head
+    in each call.
     """
 
     tokens_read: int = 1024

@@ -44,6 +44,7 @@ class CacheAugment(Trained, Base):
     """
 
     latents: int = count(4, most=512)
+    lacks = "a whole copy of the model as the coprocessor"
     key: ClassVar[str] = "cache-augment"
 
     stage = -1  # products have their own weights yet

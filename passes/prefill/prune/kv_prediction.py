@@ -45,6 +45,7 @@ class KvPrediction(Tables, Base):
 
     least: int = 16
     aux: str = ""
+    lacks = "training of the smaller model"
     key: ClassVar[str] = "kv-prediction"
     small: ClassVar[Mapping[str, Any]] = {"least": 1}
 

@@ -31,6 +31,7 @@ class LazyLLM(Base):
     stages: int = count(3, most=64)
     spacing: float = 0.3
     share: float = 0.7
+    lacks = "the return of a dropped token at a later step"
     small: ClassVar[Mapping[str, Any]] = {"share": 0.6}
 
     breaks = STAGED

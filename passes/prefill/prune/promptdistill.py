@@ -35,6 +35,7 @@ class PromptDistill(Base):
     tokens: int = 1024
     layer: int = -1
     kernel: int = count(5, most=63)
+    lacks = "cache truncation of the first layers (an eviction recipe does it)"
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5}
 
     breaks = STAGED

@@ -41,6 +41,7 @@ class SpAtten(Base):
     stages: int = count(0, most=1024)
     sinks: int = 4
     recent: int = 32
+    lacks = "local value pruning and bit planes, which save its hardware's reads"
     every: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"share": 0.4, "dense": 1, "sinks": 1, "recent": 4}
 

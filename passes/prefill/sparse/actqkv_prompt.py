@@ -1,4 +1,4 @@
-"""ActQKV in prompts: a segment reads the blocks of keys that are like its probe query."""
+"""ActQKV (arXiv:2502.13542) in prompts: a segment reads the blocks of keys that are like its probe query."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class ActqkvPrompt(Base):
     window: int = 512
     best: int = count(4, most=1024)
 
+    lacks = "statistics of all queries so far; budgets shared between layers"
     small: ClassVar[Mapping[str, Any]] = {
         "segment": 8, "block": 4, "budget": 8, "threshold": 8, "sinks": 0, "window": 4, "best": 2,
     }  # fmt: skip

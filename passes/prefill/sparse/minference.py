@@ -52,6 +52,7 @@ class MInference(Base):
     near: int = 100
     searched: bool = False
     patterns: tuple[int, ...] = field(default=(), init=False)  # of each KV head of a layer
+    lacks = "several splits of the budget in the search of patterns"
     small: ClassVar[Mapping[str, Any]] = {
         "segment": 8, "block": 4, "budget": 8, "threshold": 8, "columns": 4, "observe": 4, "sinks": 1, "near": 2
     }  # fmt: skip

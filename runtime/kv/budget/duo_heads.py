@@ -22,6 +22,7 @@ class DuoHeads(Tables, Base):
     tokens only. The queries are those whose next token stands farther away, behind a copy of the current one.
     """
 
+    lacks = "gates trained by the hidden state (losses of heads are measured)"
     key: ClassVar[str] = "duo-heads"
     share: float = 0.5
     sinks: int = 64

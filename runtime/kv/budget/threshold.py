@@ -1,4 +1,4 @@
-"""DMS' rule (arXiv:2506.05345), as KVzap (arXiv:2601.07891) uses it: tokens stay whose score is high enough."""
+"""The rule of DMS (arXiv:2506.05345), as KVzap (arXiv:2601.07891) uses it: tokens stay whose score is high enough."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ class CacheGen(Base):
     key_share: float = 0.3125
     value_share: float = 0.0625
 
+    lacks = "the controller that chooses a level by the bandwidth"
     grade = "approximate"
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ class KVShare(Pieces):
     watch: float = 0.16
     threshold: float = 0.05
     repairs: int = count(4, most=4096)
+    lacks = "the scheduler that orders requests by their hits"
     name: ClassVar[str] = "kvshare"
     attention: ClassVar[bool] = True
 

@@ -1,5 +1,5 @@
-"""Paged KV cache with prefix sharing (vLLM's PagedAttention, SGLang's RadixAttention): a common prefix is
-computed and stored once.
+"""Paged KV cache with prefix sharing (vLLM's PagedAttention, arXiv:2309.06180; SGLang's RadixAttention,
+arXiv:2312.07104): a common prefix is computed and stored once.
 """
 
 from __future__ import annotations

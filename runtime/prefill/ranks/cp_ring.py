@@ -39,6 +39,7 @@ class CpRing(Base):
     mode: str = "auto"
     flops: float = 0.0
     bandwidth: float = 0.0
+    lacks = "caches that stay on the ranks, and decoding across ranks"
     small: ClassVar[Mapping[str, Any]] = {"least": 4}
 
     def __post_init__(self) -> None:
