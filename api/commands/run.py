@@ -39,7 +39,7 @@ Examples:
 
 @dataclass(frozen=True)
 class Given:
-    """What is continued."""
+    """What is continued, and kept."""
 
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt text.")] = None
     prompt_file: Annotated[
@@ -64,12 +64,6 @@ class Given:
             "ids. The prompt is then the start of the decoder's output.",
         ),
     ] = None
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Sessions in files."""
-
     session: Annotated[
         Path | None,
         typer.Option(
@@ -157,7 +151,6 @@ def run(
     ],
     *,
     given: Given,
-    saved: Saved,
     adapter: options.Adapter = None,
     max_new_tokens: options.MaxNewTokens = 64,
     sampling: options.Sampling,
@@ -195,15 +188,15 @@ def run(
     }
     opened = open_model(path, context, **vars(loading), **building.options())
     with opened as model:
-        if saved.save_session is not None:
-            if saved.session is not None:
+        if given.save_session is not None:
+            if given.session is not None:
                 raise typer.BadParameter("--session and --save-session: use one of them")
             with model.prompt_session(prompt, adapter=adapter) as held:
-                held.save(saved.save_session)
-        elif saved.session is not None:
+                held.save(given.save_session)
+        elif given.session is not None:
             if more.samples > 1:
                 raise typer.BadParameter("--session gives one sample; leave -n out")
-            with model.open_session(saved.session) as held:
+            with model.open_session(given.session) as held:
                 _stream(model, prompt, {**settings, "session": held}, as_json)
         elif as_json:
             out = model.generate(prompt, **settings)
