@@ -8,7 +8,6 @@ import pytest
 
 import accel
 from accel.ir.axis import find_axes
-from accel.ir.entries.compress import is_queries
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.eager import EagerSession
@@ -120,14 +119,14 @@ def test_queries_of_a_prompt_do_not_outlive_it(target):
     """They are as large as the prompt, and of all layers."""
     with pruned(None, "snapkv", target).session() as session:
         given, backend = [], session._core.backend
-        part = backend.part
+        step = backend.step
 
-        def spied(entry, inputs):
-            out = part(entry, inputs)
-            given.extend(weakref.ref(array) for name, array in out.items() if is_queries(name))
+        def spied(*args, **options):
+            out = step(*args, **options)
+            given.extend(weakref.ref(array) for array in out.extra.values())
             return out
 
-        backend.part = spied
+        backend.step = spied
         session.prompt(TOKENS[:1, :40])
         session.run(TOKENS[:1, 40:41])
         gc.collect()

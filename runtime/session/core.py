@@ -602,17 +602,16 @@ class SessionCore:
         backend = self.backend
         for one in watchers:
             start = time.perf_counter()
-            calls = one.settle(backend, moment, lengths)
-            if calls is None:
+            done = one.settle(backend, moment, lengths)
+            if done is None:
                 continue
             self.room = []
             for other in self.watchers:
                 other.pin(backend)
-            if calls:
-                self.count(calls, 0, start)
-            held = one.moved(lengths)
-            if held is not lengths:
-                self._gone = self._gone + lengths - held
-                self.kin = self.kin.rewound(np.zeros_like(held))
-            lengths = held
+            if done.calls:
+                self.count(done.calls, 0, start)
+            if done.held is not None:
+                self._gone = self._gone + lengths - done.held
+                self.kin = self.kin.rewound(np.zeros_like(done.held))
+                lengths = done.held
         return lengths

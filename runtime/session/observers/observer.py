@@ -151,6 +151,16 @@ class Calls(Protocol):
         """Let a row hold so many tokens, whose slots the caller has written."""
 
 
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """What was due is done, and the buffers are new. calls: the graph calls that it took. held: what rows hold then, at
+    positions from 0 on; None: the same tokens.
+    """
+
+    calls: int
+    held: Ints | None = None
+
+
 class SessionObserver:
     """What a session keeps beside its cache, for all of its rows. Numbers of tokens are per row, [B].
 
@@ -272,15 +282,9 @@ class CallWatcher:
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Some layers ran a part of a prompt: their queries [B,T,H,D], at these positions [B,T] (-1: padding)."""
 
-    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
-        """Do what is due at a moment (`runtime.kv.when`), where rows hold `lengths` tokens: the graph calls that
-        it took. The buffers are then new. None: nothing was done.
-        """
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
+        """Do what is due at a moment (`runtime.kv.when`), where rows hold `lengths` tokens. None: nothing was done."""
         return None
-
-    def moved(self, lengths: Ints) -> Ints:
-        """What rows of `lengths` tokens hold after `settle` did something, at positions from 0 on."""
-        return lengths
 
     def rehearse(self, calls: Calls, moment: str, lengths: Ints) -> None:
         """`settle` comes between the parts of a long call ("part"), or as a prompt is whole ("prompt"), where rows hold

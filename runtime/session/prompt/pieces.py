@@ -28,6 +28,7 @@ from accel.runtime.session.observers.observer import (
     ObserverFactory,
     PromptRunner,
     SessionObserver,
+    Settled,
 )
 from accel.runtime.session.prompt._two_parts import TwoParts, Values
 from accel.runtime.token_log import Log
@@ -167,7 +168,7 @@ class PieceReuse(SessionObserver, CallWatcher, PromptRunner):
         self._forget(wanted)
         return False
 
-    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """Store prompts when they are whole."""
         if moment == "prompt":
             self._leave(backend, lengths)

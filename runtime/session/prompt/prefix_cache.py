@@ -21,6 +21,7 @@ from accel.runtime.session.observers.observer import (
     ObserverFactory,
     PromptRunner,
     SessionObserver,
+    Settled,
 )
 from accel.runtime.session.prompt._pool import ROOT, Arrays, Pool
 from accel.runtime.token_log import Log
@@ -119,12 +120,12 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         """See SessionObserver."""
         self.log.note(tokens, positions)
 
-    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """When a prompt is whole, leave full blocks in the pool, as far as it has room."""
         if moment != "prompt" or (blocks := self._filed(backend, lengths)) == self._rows:
             return None
         self._lay(backend, blocks, lengths)
-        return 0
+        return Settled(0)
 
     def undo(self, backend: BackendSession, lengths: Ints) -> bool:
         """See SessionObserver."""

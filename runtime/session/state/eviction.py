@@ -29,6 +29,7 @@ from accel.runtime.session.observers.observer import (
     ModelParts,
     ObserverFactory,
     SessionObserver,
+    Settled,
 )
 from accel.runtime.session.state._kv_plan import KvPlan, kv_plan
 from accel.runtime.session.state._marks import Marks
@@ -191,7 +192,7 @@ class EvictionState(SessionObserver, CallWatcher):
         finally:
             other.close()
 
-    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """See SessionObserver."""
         due = self.due(moment, lengths)
         if due:
@@ -200,11 +201,7 @@ class EvictionState(SessionObserver, CallWatcher):
             self._unheard(lengths)  # the queries of what ran behind have done their part
         if moment == "prompt":
             self.end_prompt(lengths)
-        return 1 if due else None
-
-    def moved(self, lengths: Ints) -> Ints:
-        """See SessionObserver."""
-        return self.base.copy() if self.plan.moves else lengths
+        return Settled(1, self.base.copy() if self.plan.moves else None) if due else None
 
     def _observes(self) -> bool:
         """Whether the queries of a call are needed."""

@@ -21,6 +21,7 @@ from accel.runtime.session.observers.observer import (
     ModelParts,
     ObserverFactory,
     SessionObserver,
+    Settled,
 )
 
 RUN_LAYERS, THRESHOLD = "run_layers", "threshold"
@@ -107,7 +108,7 @@ class LayerSchedule(SessionObserver, CallWatcher):
             found = Controls(both if both.any() else complete, found.threshold)
         return found if threshold is None else Controls(found.layers, self._limit(threshold))
 
-    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """Note what the call that was sent last left out."""
         controls = self._sent
         if moment != "call" or controls is None or controls is self._noted:

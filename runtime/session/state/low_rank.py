@@ -21,6 +21,7 @@ from accel.runtime.session.observers.observer import (
     ModelParts,
     ObserverFactory,
     SessionObserver,
+    Settled,
 )
 
 _TOKENS = 4096  # of a prompt, whose keys are in memory at once
@@ -59,7 +60,7 @@ class KeyDirections(SessionObserver, CallWatcher):
             self._factor(backend, none, none, blank)
         return ()
 
-    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """Find the directions of rows that hold more than was coded, when a prompt ends."""
         due = lengths > self._coded
         if moment != "prompt" or not due.any():

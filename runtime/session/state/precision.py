@@ -15,6 +15,7 @@ from accel.runtime.session.observers.observer import (
     ModelParts,
     ObserverFactory,
     SessionObserver,
+    Settled,
 )
 
 
@@ -38,7 +39,7 @@ class Precision(SessionObserver, CallWatcher):
         """See SessionObserver."""
         self._read(backend, bool(call.controls.get(COARSE, False)))
 
-    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """See SessionObserver. What is no part of a call reads all bits."""
         if moment == "call":
             self._read(backend, False)

@@ -21,6 +21,7 @@ from accel.runtime.session.observers.observer import (
     ModelParts,
     ObserverFactory,
     SessionObserver,
+    Settled,
 )
 from accel.runtime.session.state._marks import Marks
 
@@ -104,7 +105,7 @@ class UnitGroups(SessionObserver, CallWatcher):
             ends[rows, positions[rows, columns]] = np.isin(tokens[rows, columns], self.plan.ends)
             self._ends = ends
 
-    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """A prompt's tokens are grouped when it ends; of a short one that follows others, as generated ones are."""
         if moment == "call" and self._few:
             self._segments(backend)
