@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
+from accel.ir.axis import check_options
+
 __all__ = ["PROVIDED", "Invariant", "Method"]
 
 
@@ -66,6 +68,16 @@ class Method:
     files: ClassVar[tuple[str, ...]] = ()
     small: ClassVar[Mapping[str, Any]] = {}
     by_position: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the declared ranges of the options. A class that checks more calls this first."""
+        check_options(self, self.full_name)
+
+    @property
+    def full_name(self) -> str:
+        """Its axis and its name in recipes, as errors give them: `kv.select.quest`."""
+        base = next(c for c in type(self).__mro__ if c.__name__ == "Base")
+        return f"{base.__module__.removeprefix('accel.').partition('.')[2]}.{self.use}"
 
     @property
     def use(self) -> str:
