@@ -21,7 +21,7 @@ WHOLE = 2**31 - 1  # the largest size of a whole number in an option that declar
 
 @dataclass(frozen=True)
 class Range:
-    """The values that an option takes, all of its type where nothing is given. `str` of it reads as in `give 1 to 8`."""
+    """The values that an option takes, all of its type where nothing is given. Its `str` is as in `give 1 to 8`."""
 
     least: float | None = None
     most: float | None = None
@@ -147,7 +147,9 @@ class Axis:
         return dict(self.method(name).small)
 
     def build(self, name: str, **options: Any) -> Any:
-        """The method with its options. Raises RecipeError for an unknown option, a wrong type or a value out of range."""
+        """The method with its options. Raises RecipeError for an unknown option, a wrong type, or a value out of its
+        range.
+        """
         cls = self.method(name)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         for key, value in options.items():

@@ -85,7 +85,7 @@ class Blocks(Base):
 
     block: int = option(32, one_of=BLOCKS)
     symmetric: bool = True
-    smallest: int = 4096
+    smallest: int = option(4096, least=0)
 
     grade = "approximate"
     small: ClassVar[Mapping[str, Any]] = {"block": 16, "smallest": 256}

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.runtime.call import Logits
 from accel.runtime.length._head import LEAST, Array, spread
 from accel.runtime.length._of_rounds import OfRounds, Reader, likely
@@ -31,8 +31,8 @@ class McsdImproved(OfRounds):
     more than one of these, of which the best is kept, would change the distribution, so there is none.
     """
 
-    threshold: float = 0.5
-    most: int = count(31, most=512)
+    threshold: float = option(0.5, least=0)
+    most: int = option(31, least=1, most=512)
     trained: str = ""
 
     key: ClassVar[str] = "mcsd-improved"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count, option
+from accel.ir.axis import option
 from accel.ir.ops.patched import add_product, put_numbers
 from accel.passes.kv.codec import Sizes
 from accel.passes.kv.codec._directions import any_columns, orthonormal
@@ -33,7 +33,7 @@ class Gear(Kivi):
     rank 4, here a prompt is blocks of `residual` tokens, each with its own A and B. `outliers = 0` is GEAR-L.
     """
 
-    group: int = count(64, most=1024)
+    group: int = 64
     residual: int = option(64, least=1, most=8192)
     low_rank: int = option(2, least=0, most=16)
     outliers: float = option(0.02, least=0, most=1)

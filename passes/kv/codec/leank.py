@@ -67,8 +67,8 @@ class LeanK(Fitted, Base):
         super().__post_init__()
         if self.window % self.group:
             raise RecipeError(
-                f"{self.full_name}: window is {self.window} and group {self.group}; give a window that is a multiple of "
-                "the group"
+                f"{self.full_name}: window is {self.window} and group {self.group}; give a window that is a multiple "
+                "of the group"
             )
 
     @property

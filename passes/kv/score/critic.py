@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,9 +32,10 @@ class Critic(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.attention + self.entropy > 0:
+        if not 0 < self.attention + self.entropy < math.inf:
             raise RecipeError(
-                f"{self.full_name}: attention and entropy are 0; give one of them a weight above 0"
+                f"{self.full_name}: attention is {self.attention} and entropy {self.entropy}; give weights, one of "
+                "them above 0"
             )
 
     def __call__(self, mass: Tensor, entropy: Tensor, positions: Tensor) -> Tensor:

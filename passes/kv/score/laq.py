@@ -28,7 +28,7 @@ class LAQ(Base):
     window: int = option(32, least=1, most=1024)
     lookahead: int = option(8, least=0, most=256)
     recent: int = option(8, least=0, most=1024)
-    kernel: int = option(7, least=1, odd=True, most=63)
+    kernel: int = option(7, least=1, most=63, odd=True)
     small: ClassVar[Mapping[str, Any]] = {"window": 4, "recent": 2, "lookahead": 3, "kernel": 3}
 
     def __post_init__(self) -> None:

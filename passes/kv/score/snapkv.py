@@ -21,7 +21,7 @@ class SnapKV(Base):
     """
 
     window: int = option(32, least=1, most=1024)
-    kernel: int = option(5, least=1, odd=True, most=63)
+    kernel: int = option(5, least=1, most=63, odd=True)
     pooling: str = option("mean", one_of=("mean", "max"))
     small: ClassVar[Mapping[str, Any]] = {"window": 4, "kernel": 3}
 
