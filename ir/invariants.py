@@ -76,7 +76,8 @@ class Method:
     @property
     def full_name(self) -> str:
         """Its axis and its name in recipes, as errors give them: `kv.select.quest`."""
-        base = next(c for c in type(self).__mro__ if c.__name__ == "Base")
+        kind = type(self)
+        base = next((c for c in kind.__mro__ if c.__name__ == "Base"), kind)
         return f"{base.__module__.removeprefix('accel.').partition('.')[2]}.{self.use}"
 
     @property
