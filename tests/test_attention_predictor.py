@@ -362,9 +362,9 @@ def test_every_way_through_a_session_is_that_of_the_oracle(compiled):
         ({"sinks": 24}, "sinks = 24; give a multiple of block, 16"),
         ({"window": 0}, "window = 0; give 1 or more"),
         ({"history": 0}, "history = 0; give 1 or more"),
-        ({"every": 0}, "every = 0; give 1 or more"),
+        ({"every": 0}, "kv.select.attention-predictor: every is 0; give at least 1"),
         ({"block": 24}, "block = 24; give a power of two up to 128"),
-        ({"tokens_read": 0}, "tokens_read = 0"),
+        ({"tokens_read": 0}, "kv.select.attention-predictor: tokens_read is 0; give at least 1"),
     ],
     ids=str,
 )

@@ -279,7 +279,7 @@ def test_an_id_beyond_the_vocabulary_is_refused(stateful):
         ({"end_ids": [3, -1]}, r"end_ids = \[3, -1\]; give a list of token ids"),
         ({"end_ids": [True]}, "end_ids"),
         ({"every": 24}, "every = 24; give a multiple of size = 16"),
-        ({"sinks": 1024}, "sinks = 1024"),
+        ({"sinks": 1024}, "sinks is 1024; give fewer than tokens_read = 1024"),
     ],
     ids=str,
 )

@@ -177,7 +177,7 @@ def test_a_model_without_shared_caches_is_refused_unless_asked():
 
 @pytest.mark.parametrize("wrong", [{"layers": -1}, {"least": 0}])
 def test_options_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(RecipeError, match="prefill.prune.yoco: layers is"):
+    with pytest.raises(RecipeError, match="prefill.prune.yoco: least is 0; give at least 1"):
         built(models.yoco(), "eager", {"prefill.prune": {"use": "yoco", **wrong}})
 
 
