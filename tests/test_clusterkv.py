@@ -134,10 +134,10 @@ def test_every_way_through_a_session_is_that_of_the_oracle(recipes):
     ("options", "why"),
     [
         ({"size": 0}, "kv.select.clusterkv: size is 0; give at least 1"),
-        ({"every": 90}, "every = 90; give a multiple of size = 80"),
+        ({"every": 90}, "kv.select.clusterkv: every is 90; give a multiple of size = 80"),
         ({"every": 0}, "kv.select.clusterkv: every is 0; give at least 1"),
         ({"sinks": -1}, "kv.select.clusterkv: sinks is -1; give at least 0"),
-        ({"sinks": 1024}, "sinks = 1024; give 0..1023"),
+        ({"sinks": 1024}, "kv.select.clusterkv: sinks is 1024; give fewer than tokens_read = 1024"),
         ({"tokens_read": 0}, "kv.select.clusterkv: tokens_read is 0; give at least 1"),
         ({"rounds": -1}, "kv.select.clusterkv: rounds is -1; give 0 to 100"),
         ({"rounds": 1000}, "kv.select.clusterkv: rounds is 1000; give 0 to 100"),

@@ -128,7 +128,10 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
     ("options", "why"),
     [
         ({"chunk": 24}, "kv.select.leoam: chunk is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"chunk": 8}, "chunk = 8; give page = 16 or a power of two above it"),
+        (
+            {"chunk": 8},
+            "kv.select.leoam: chunk is 8; give a multiple of page = 16, so that a chunk has whole pages",
+        ),
         ({"chunk": 0}, "kv.select.leoam: chunk is 0; give 1, 2, 4, 8, 16, 32, 64 or 128"),
         ({"chunk": 256}, "kv.select.leoam: chunk is 256; give 1, 2, 4, 8, 16, 32, 64 or 128"),
         ({"spread": 0}, "kv.select.leoam: spread is 0; give 1 to 1024"),

@@ -285,12 +285,12 @@ def test_a_codec_has_keys_of_its_own(codec):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"outliers": -1}, "outliers = -1; give 0 or more"),
-        ({"local": -1}, "local = -1; give 0 or more"),
+        ({"outliers": -1}, "kv.select.shadowkv: outliers is -1; give 0 to 4096"),
+        ({"local": -1}, "kv.select.shadowkv: local is -1; give 0 to 4096"),
         ({"outliers": 5000}, "kv.select.shadowkv: outliers is 5000; give 0 to 4096"),
         ({"page": 6}, "kv.select.shadowkv: page is 6; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"low_rank": 0}, "low_rank = 0; give 1 or more"),
-        ({"low_rank": 1 << 20}, "low_rank = 1048576"),
+        ({"low_rank": 0}, "kv.select.shadowkv: low_rank is 0; give 1 to 16384"),
+        ({"low_rank": 1 << 20}, "kv.select.shadowkv: low_rank is 1048576; give 1 to 16384"),
         ({"tokens_read": 0}, "kv.select.shadowkv: tokens_read is 0; give at least 1"),
         ({"outlier": 3}, "did you mean 'outliers'"),
     ],

@@ -215,7 +215,10 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
     ("options", "why"),
     [
         ({"page": 16}, "kv.select.tidaldecode: page is 16; give 1"),
-        ({"again": 2}, "again = 2; give a layer after the first that chooses, 2"),
+        (
+            {"again": 2},
+            r"kv.select.tidaldecode: again is 2; give a layer after the first that chooses, 2 \(dense_layers\)",
+        ),
         (
             {"dense_layers": 9},
             r"kv.select.tidaldecode: again is 9; give a layer after the first that chooses, 9 \(dense_layers\)",
