@@ -43,9 +43,8 @@ class Range:
 
     def __str__(self) -> str:
         if self.one_of:
-            return " or ".join(
-                filter(None, [", ".join(map(repr, self.one_of[:-1])), repr(self.one_of[-1])])
-            )
+            *others, last = map(repr, self.one_of)
+            return f"{', '.join(others)} or {last}" if others else last
         if self.least is not None and self.most is not None:
             words = [f"{self.least} to {self.most}"]
         else:
@@ -77,7 +76,6 @@ def option(
     return dataclasses.field(default=default, metadata={"range": allowed})
 
 
-@cache
 def ranges(method: type[Any]) -> Mapping[str, Range | None]:
     """The options of a class of methods: name -> its declared range, the nearest one in its bases; None where none
     declares it.
@@ -103,7 +101,7 @@ def check_options(method: Any, full_name: str) -> None:
             if isinstance(value, str):
                 raise RecipeError(unknown(f"{full_name}: {name}", value, allowed.one_of))
         elif isinstance(value, int) and abs(value) > WHOLE:
-            give = f"at most {WHOLE}"
+            give = f"at most {WHOLE}" if value > 0 else f"at least {-WHOLE}"
         else:
             continue
         raise RecipeError(f"{full_name}: {name} is {shown(value)}; give {give}")
