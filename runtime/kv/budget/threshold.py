@@ -13,7 +13,7 @@ from accel.runtime.kv.budget import Base
 @dataclass(frozen=True)
 class Threshold(Base):
     """Each head keeps the tokens whose score is `threshold` or more, and those that its score protects (`recent`). So
-    how many tokens stay depends on the text, and heads and layers keep unequal numbers; -1e30 keeps all.
+    how many tokens stay depends on the text, and heads and layers keep unequal numbers; -3e38 keeps all.
 
     A score must mean the same in every text, as `threshold-evict`'s does, or the ranks of `lagkv` with `freezes`; norms
     and attention of a few queries do not.
