@@ -34,7 +34,9 @@ def beyond(allowed):
 
 
 def law(method, name):
-    """What is next to its range is refused, with the range; without one, what is far below its default."""
+    """What is next to its range is refused, with the range; without one, what is far below its default. A range of
+    whole numbers has a least one.
+    """
     allowed = ranges(method)[name]
     (default,) = (field.default for field in fields(method) if field.name == name)
     if allowed is None:
@@ -42,6 +44,8 @@ def law(method, name):
             method(**{name: type(default)(default - FAR)})
         return
     assert default in allowed
+    if type(default) is int and allowed != Range():
+        assert default - FAR not in allowed
     values = [*beyond(allowed), math.nan] if type(default) is float else beyond(allowed)
     for value in values:
         with pytest.raises(AccelError) as refusal:
@@ -78,15 +82,21 @@ class Apart(Method):
     size: int = option(4, least=5)
 
 
+@dataclass(frozen=True)
+class Endless(Method):
+    size: int = option(4, most=8)
+
+
 @pytest.mark.parametrize("method", [Silent, Deaf])
 def test_an_option_that_takes_any_size_is_found(method):
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         law(method, "size")
 
 
-def test_a_default_out_of_range_is_found():
+@pytest.mark.parametrize("method", [Apart, Endless])
+def test_a_range_that_cannot_be_is_found(method):
     with pytest.raises(AssertionError):
-        law(Apart, "size")
+        law(method, "size")
 
 
 @dataclass(frozen=True)
