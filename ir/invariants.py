@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
+from accel.ir.axis import check_options
+
 __all__ = ["PROVIDED", "Invariant", "Method"]
 
 
@@ -68,6 +70,17 @@ class Method:
     small: ClassVar[Mapping[str, Any]] = {}
     by_position: ClassVar[bool] = False
     lacks: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Check the declared ranges of the options. A class that checks more calls this first."""
+        check_options(self, self.full_name)
+
+    @property
+    def full_name(self) -> str:
+        """Its axis and its name in recipes, as errors give them: `kv.select.quest`."""
+        kind = type(self)
+        base = next((c for c in kind.__mro__ if c.__name__ == "Base"), kind)
+        return f"{base.__module__.removeprefix('accel.').partition('.')[2]}.{self.use}"
 
     @property
     def use(self) -> str:

@@ -148,8 +148,8 @@ def test_how_without_which_is_refused():
     "table, says",
     [
         ({"use": "snapkv", "window": 0}, "window is 0"),
-        ({"use": "snapkv", "kernel": 4}, "kernel 4; give .* an odd kernel"),
-        ({"use": "snapkv", "pooling": "sum"}, "give 'mean' or 'max'"),
+        ({"use": "snapkv", "kernel": 4}, "kernel is 4; give an odd number, 1 to 63"),
+        ({"use": "snapkv", "pooling": "sum"}, "pooling 'sum' does not exist; known: max, mean"),
         ({"use": "h2o", "recent": -1}, "recent is -1; give at least 0"),
         ({"use": "streaming-llm", "sinks": -4}, "sinks is -4; give at least 0"),
         ({"use": "snapkw"}, "did you mean 'snapkv'"),

@@ -295,7 +295,7 @@ def test_a_layer_that_is_left_out_is_refused(build):
 
 def test_options_that_mean_nothing_are_refused():
     for options in ({"block": 0}, {"blocks": -1}):
-        with pytest.raises(RecipeError, match="give 1 or more"):
+        with pytest.raises(RecipeError, match="blocks? is .*; give 1 to "):
             PagedPrefix(**options)
 
 

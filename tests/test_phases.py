@@ -163,10 +163,13 @@ def test_heads_say_what_the_host_does():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"recent": 0}, "recent is 0 and decode_kept 1024; give at least 1"),
-        ({"decode_kept": 100}, "recent is 256 and decode_kept 100"),
-        ({"decode_ratio": 1.0}, "decode_ratio is 1.0; give the fraction"),
-        ({"longest": 9, "decode_ratio": 0.5}, "longest is 9 and decode_ratio 0.5; .*only one"),
+        ({"recent": 0}, "recent is 0; give at least 1"),
+        ({"decode_kept": 100}, "recent is 256, more than are kept; give at most decode_kept = 100"),
+        ({"decode_ratio": 1.0}, "decode_ratio is 1.0; give at least 0 and less than 1"),
+        (
+            {"longest": 9, "decode_ratio": 0.5},
+            "longest is 9 and decode_ratio 0.5; give one of them",
+        ),
     ],
 )
 def test_budgets_out_of_range_are_refused(options, message):

@@ -330,10 +330,15 @@ def test_sessions_of_lazy_layers_hold_less(stateful):
 @pytest.mark.parametrize(
     "axis, name, options, message",
     [
-        ("score", "laq", {"recent": 40}, "no more recent tokens than the window"),
-        ("score", "laq", {"kernel": 4}, "kernel is 4; give an odd kernel"),
-        ("budget", "simlayerkv", {"threshold": 1.5}, "threshold is 1.5; give a share"),
-        ("budget", "simlayerkv", {"recent": 0}, "recent 0; give at least 0 and 1"),
+        (
+            "score",
+            "laq",
+            {"recent": 40},
+            "recent is 40, more than window = 32; give at most that many",
+        ),
+        ("score", "laq", {"kernel": 4}, "kernel is 4; give an odd number, 1 to 63"),
+        ("budget", "simlayerkv", {"threshold": 1.5}, "threshold is 1.5; give 0 to 1"),
+        ("budget", "simlayerkv", {"recent": 0}, "recent is 0; give at least 1"),
     ],
 )
 def test_options_out_of_range_are_refused(axis, name, options, message):

@@ -275,11 +275,11 @@ def test_an_id_beyond_the_vocabulary_is_refused(stateful):
     ("options", "why"),
     [
         ({"ends": " "}, "ends names no token"),
-        ({"end_ids": 3}, "end_ids = 3; give a list of token ids"),
-        ({"end_ids": [3, -1]}, r"end_ids = \[3, -1\]; give a list of token ids"),
+        ({"end_ids": 3}, "end_ids is 3; give a list of token ids, 0 or more"),
+        ({"end_ids": [3, -1]}, r"end_ids is \[3, -1\]; give a list of token ids, 0 or more"),
         ({"end_ids": [True]}, "end_ids"),
-        ({"every": 24}, "every = 24; give a multiple of size = 16"),
-        ({"sinks": 1024}, "sinks = 1024"),
+        ({"every": 24}, "every is 24; give a multiple of size = 16"),
+        ({"sinks": 1024}, "sinks is 1024; give fewer than tokens_read = 1024"),
     ],
     ids=str,
 )

@@ -3,7 +3,8 @@
     python tools/new.py AXIS NAME
 
 The file is made of the axis' `_template.py`: a method that builds and holds the laws of its axis from the first
-minute, to be changed. The test fails until what the paper claims is written there. No other file changes.
+minute, to be changed; its options are printed with their ranges. The test fails until what the paper claims is written
+there. No other file changes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import argparse
 import importlib
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
-from accel.ir.axis import Axis, find_axes
+from accel.ir.axis import Axis, find_axes, ranges
 from accel.ir.errors import RecipeError, unknown
 from accel.ir.recipe import Recipe
 
@@ -94,6 +96,14 @@ def files_of(axis: Axis, name: str) -> dict[Path, str]:
     return {**made, ROOT / "tests" / f"test_{stem}.py": test}
 
 
+def options_of(axis: Axis) -> list[str]:
+    """The options of the axis' template, each with its default and range, to be changed."""
+    method = importlib.import_module(f"{axis.package}.{TEMPLATE}").Template
+    allowed = ranges(method)
+    told = {f.name: f"{f.name}: {f.type} = {f.default!r}" for f in fields(method) if f.init}
+    return [text + (f", {allowed[name]}" if allowed[name] else "") for name, text in told.items()]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -117,6 +127,8 @@ def main() -> int:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
+    for option in options_of(axes[given.axis]):
+        print(f"  {option}")
     return 0
 
 

@@ -140,10 +140,17 @@ def _options(found: list[dict[str, Any]]) -> list[str]:
     """A table of a method's options; nothing where it has none."""
     if not found:
         return []
-    rows = ["", "| option | type | default | here |", "|---|---|---|---|"]
+    rows = ["", "| option | type | default | range | here |", "|---|---|---|---|---|"]
     for one in found:
         here = f"`{one['value']!r}`" if one["set"] else ""
-        rows.append(f"| `{one['name']}` | `{_cell(one['type'])}` | `{one['default']!r}` | {here} |")
+        row = (
+            f"`{one['name']}`",
+            f"`{_cell(one['type'])}`",
+            f"`{one['default']!r}`",
+            one["range"],
+            here,
+        )
+        rows.append(f"| {' | '.join(row)} |")
     return rows
 
 

@@ -58,10 +58,11 @@ class Model(Base):
     provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.recipe and self.path != SELF:
             raise RecipeError(
-                f'draft.model: recipe = {self.recipe!r} is of path = "{SELF}", the model itself by another recipe; '
-                f'leave it out, or give path = "{SELF}"'
+                f'{self.full_name}: recipe = {self.recipe!r} is of path = "{SELF}", the model itself by another '
+                f'recipe; leave it out, or give path = "{SELF}"'
             )
 
     def draft_recipe(self) -> Recipe | None:

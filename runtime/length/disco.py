@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.runtime.call import Logits
 from accel.runtime.length._head import Array, spread
 from accel.runtime.length._of_rounds import OfRounds, Reader, likely
@@ -29,8 +29,8 @@ class Disco(OfRounds):
     The head reads the ten largest draft probabilities, their entropy and the place in the draft.
     """
 
-    threshold: float = 0.3
-    most: int = count(20, most=256)
+    threshold: float = option(0.3, least=0)
+    most: int = option(20, least=1, most=256)
     trained: str = ""
 
     key: ClassVar[str] = "disco"

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError, unknown
+from accel.ir.axis import option
 from accel.runtime.call import Logits
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.round_cost import RoundCost
@@ -31,19 +30,9 @@ class HfAssist(Base):
     The threshold is per row. transformers 5.2 computes the new one but drafts with the old one.
     """
 
-    tokens: int = count(20, most=256)
-    schedule: str = "constant"
-    threshold: float = 0.4
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RecipeError(f"length.hf-assist: tokens is {self.tokens}; give at least 1")
-        if self.schedule not in SCHEDULES:
-            raise RecipeError(unknown("length.hf-assist schedule", self.schedule, SCHEDULES))
-        if not 0 <= self.threshold <= 1:
-            raise RecipeError(
-                f"length.hf-assist: threshold is {self.threshold}; give a probability from 0 to 1"
-            )
+    tokens: int = option(20, least=1, most=256)
+    schedule: str = option("constant", one_of=SCHEDULES)
+    threshold: float = option(0.4, least=0, most=1)
 
     def begin(self, cost: RoundCost) -> Pace:
         return _Pace(self)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.runtime.call import Logits
 from accel.runtime.length._head import LEAST, Array, spread
 from accel.runtime.length._of_rounds import OfRounds, Reader, likely
@@ -34,8 +34,8 @@ class McsdImproved(OfRounds):
     the depth.
     """
 
-    threshold: float = 0.5
-    most: int = count(31, most=512)
+    threshold: float = option(0.5, least=0)
+    most: int = option(31, least=1, most=512)
     trained: str = ""
 
     key: ClassVar[str] = "mcsd-improved"

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.runtime.call import Logits
 from accel.runtime.decode.row import Row
@@ -38,17 +37,12 @@ class Tetris(Base):
     of two rows.
     """
 
-    tokens: int = count(4, most=256)
-    extra: int = count(2, most=256)
+    tokens: int = option(4, least=1, most=256)
+    extra: int = option(2, least=0, most=256)
     published: bool = False
 
     relies = frozenset({Invariant.CHAINS, Invariant.PROBABILITIES})
     small: ClassVar[Mapping[str, Any]] = {"tokens": 1, "extra": 1}
-
-    def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("extra", 0)):
-            if (value := getattr(self, name)) < least:
-                raise RecipeError(f"length.tetris: {name} is {value}; give at least {least}")
 
     @property
     def grade(self) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.score import Base
 from accel.passes.trained import Lesson, Trained
 
@@ -28,18 +28,12 @@ class ThresholdEvict(Trained, Base):
     the norm of the hidden state of the query's token. The paper's linear form is left out.
     """
 
-    recent: int = 128
+    recent: int = option(128, least=0)
 
     lacks = "the linear form of the scorer"
     key: ClassVar[str] = "threshold-evict"
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 3}
-
-    def __post_init__(self) -> None:
-        if self.recent < 0:
-            raise RecipeError(
-                f"kv.score.threshold-evict: recent is {self.recent}; give at least 0 tokens"
-            )
 
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
         return {"w1": (-1, width), "b1": (-1,), "w2": (heads, -1), "b2": (heads,)}

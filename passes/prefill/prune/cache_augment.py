@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.entries.augment import COPROCESS, EMBEDDED, LATENTS
 from accel.ir.entries.step import LOGITS
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.prefill import Prefill
 from accel.ir.program import Editor, Program
@@ -43,7 +43,7 @@ class CacheAugment(Trained, Base):
     Prompts of an empty session are extended, later ones of a conversation are not.
     """
 
-    latents: int = count(4, most=512)
+    latents: int = option(4, least=0, most=512)
     lacks = "a whole copy of the model as the coprocessor"
     key: ClassVar[str] = "cache-augment"
 
@@ -61,12 +61,6 @@ class CacheAugment(Trained, Base):
         Invariant.UNIFORM_SLOTS,
     }
     breaks = frozenset({Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE})
-
-    def __post_init__(self) -> None:
-        if self.latents < 0:
-            raise RecipeError(
-                f"prefill.prune.cache-augment: latents is {self.latents}; give 0 or more"
-            )
 
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
         """A layer has none of its own: the products of all are told by the names of their weights."""
