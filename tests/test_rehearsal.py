@@ -101,7 +101,7 @@ def test_generated_tokens_are_not_repeated(case):
     tokens, session = one.tokens(1, 40), one.session(1)
     session.prompt(tokens[:, :30])
     decoded(session, tokens[:, 30:35])
-    assert session.observer(EvictionState)._prompt.tokens is None
+    assert session.observer(EvictionState)._prompt.tokens.size == 0
 
 
 @pytest.mark.long

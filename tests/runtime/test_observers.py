@@ -153,7 +153,7 @@ def test_an_output_or_a_control_that_nobody_has_is_refused_by_name():
         (lambda: live.step(IDS, want=["hidden.2"]), "output 'hidden.2' does not exist; did you mean 'hidden.1'"),
         (lambda: live.run(IDS, run_layer=[True]), "control of a call 'run_layer' does .*; did you mean 'run_layers'"),
         (lambda: live.run(IDS, run_layers=[True]), "run_layers and threshold need a model"),
-        (lambda: live.run(IDS, coarse=True), "this model reads its cache in one way"),
+        (lambda: live.run(IDS, coarse=True), "coarse: this model reads its cache in one way"),
         (lambda: live.entry("head", {}), "entry 'head' does not exist"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):

@@ -23,7 +23,8 @@ class Precision(SessionObserver, CallWatcher):
     """Lets the backend session know how calls read."""
 
     controls: ClassVar[Mapping[str, str]] = {
-        COARSE: "this model reads its cache in one way; build it with a kv.codec that has two, such as quantspec-kv"
+        COARSE: "coarse: this model reads its cache in one way; build it with a kv.codec that has two, such as "
+        "quantspec-kv"
     }
 
     def __init__(self) -> None:
