@@ -1,5 +1,6 @@
 """Eviction through sessions: what is kept, what may be rewound, and what each row of a batch sees."""
 
+import copy
 from itertools import pairwise
 
 import numpy as np
@@ -269,6 +270,7 @@ def test_a_shared_memory_of_queries_is_caught(case, monkeypatch):
         self._queries = old
 
     monkeypatch.setattr(EvictionState, "observe", shared)
+    monkeypatch.setattr(EvictionState, "copy", copy.copy)
     with pytest.raises(AssertionError):
         forks_are_apart(case("snapkv"))
 

@@ -59,9 +59,13 @@ class Beside:
         backend = Biased(self.toy.engines["ort"].open_session(batch), self.strength)
         if self.vocabulary != self.toy.vocab:
             inner, size = backend.step, self.vocabulary
-            backend.step = lambda *args: np.pad(
-                inner(*args), ((0, 0), (0, 0), (0, max(0, size - 320)))
-            )[..., :size]
+
+            def step(*args):
+                out = inner(*args)
+                wide = np.pad(out.logits, ((0, 0), (0, 0), (0, max(0, size - 320))))
+                return replace(out, logits=wide[..., :size])
+
+            backend.step = step
         self.opened = Session(backend, batch, vocab_size=self.vocabulary, max_context=self.context)
         return self.opened
 
