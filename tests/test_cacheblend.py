@@ -6,8 +6,8 @@ import pytest
 import accel
 from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import InputError, PassError, RecipeError
-from accel.ir.facts import EncoderFacts
 from accel.ir.recipe import Recipe
 from accel.passes.prefill.prune._blend import Blend
 from accel.runtime.kv.reuse._store import Store, cover

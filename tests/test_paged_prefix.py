@@ -9,8 +9,8 @@ import torch
 
 import accel
 from accel.compiler.pipeline import pipeline
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import AccelError, PassError, RecipeError
-from accel.ir.facts import EncoderFacts
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.kv._shared.paged import Paged

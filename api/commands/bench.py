@@ -16,7 +16,7 @@ from accel.commands.speculation import measure, show
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
-    from accel.ir.facts import EncoderFacts
+    from accel.ir.encoder import EncoderFacts
     from accel.runtime.backends.onnx.backend import OrtBackend
     from accel.runtime.model.compiled import CompiledModel
 

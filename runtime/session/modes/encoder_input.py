@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import InputError
-from accel.ir.facts import EncoderFacts
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Call
 from accel.runtime.inputs.encoder_inputs import entry_inputs

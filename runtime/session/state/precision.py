@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from accel.ir.facts import COARSE
+from accel.ir.kv import COARSE
 from accel.runtime.backends.layer_inputs import reading
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Call
