@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from accel.ir.fields import Fields
+from accel.ir.fields import Fields, Positive
 
 ROWS = "lora.rows"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # of an adapter, which is part of a file's
@@ -39,27 +39,16 @@ class AdapterFacts:
     """
 
     modules: dict[str, tuple[int, int]]
-    ranks: dict[str, int] = field(default_factory=dict)
+    ranks: dict[str, Positive] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, f: Fields) -> AdapterFacts:
-        """Raises ArtifactError."""
-        modules, ranks, sizes = f.object("modules"), f.object("ranks"), f.object("bytes")
-        found: dict[str, tuple[int, int]] = {}
-        for module in modules.value:
-            sizes_of = modules.integers(module)
-            if len(sizes_of) != 2:
-                raise modules.wrong(module, list(sizes_of), "two sizes")
-            found[module] = sizes_of[0], sizes_of[1]
-        for name in ranks.value:
+    def check(self, f: Fields) -> None:
+        """See `fields.read`."""
+        for name in self.ranks:
             if not NAME.fullmatch(name):
-                raise ranks.wrong(name, name, "the name of an adapter")
-        return cls(
-            found,
-            {name: ranks.integer(name, 1) for name in ranks.value},
-            {name: sizes.integer(name) for name in ranks.value},
-        )
+                raise f.wrong(f"ranks.{name}", name, "the name of an adapter")
+        if self.bytes.keys() != self.ranks.keys():
+            raise f.wrong("bytes", sorted(self.bytes), f"those of {', '.join(sorted(self.ranks))}")
 
     def shapes(self) -> dict[str, list[int | str]]:
         """The inputs of a step by name, with R and B as graphs have them."""

@@ -9,21 +9,102 @@ import importlib
 import math
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from accel.ir.errors import RecipeError, shown, unknown
+from accel.ir.errors import InputError, RecipeError, shown, unknown
 
-WHOLE = 2**31 - 1  # the most of an option that counts, and declares nothing less
+WHOLE = 2**31 - 1  # the largest size of a whole number in an option that declares no limit
 
 
-def count(default: int, most: int) -> Any:
-    """An option that counts, as a dataclass field: its default, and the most that is taken. A larger one would hang,
-    or fill the memory.
+@dataclass(frozen=True)
+class Range:
+    """The values that an option takes, all of its type where nothing is given. Its `str` is as in `give 1 to 8`."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    odd: bool = False
+    one_of: tuple[Any, ...] = ()
+
+    def __contains__(self, value: Any) -> bool:
+        if self.one_of:
+            return value in self.one_of
+        return (
+            (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and not (self.odd and value % 2 == 0)
+        )
+
+    def __str__(self) -> str:
+        if self.one_of:
+            *others, last = map(repr, self.one_of)
+            return f"{', '.join(others)} or {last}" if others else last
+        if self.least is not None and self.most is not None:
+            words = [f"{self.least} to {self.most}"]
+        else:
+            bounds = {
+                "at least": self.least,
+                "more than": self.above,
+                "at most": self.most,
+                "less than": self.below,
+            }
+            words = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
+        return "an odd number, " * self.odd + " and ".join(words)
+
+
+def option(
+    default: Any,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    odd: bool = False,
+    one_of: Iterable[Any] = (),
+) -> Any:
+    """An option of a method, as a dataclass field: its default and the values that it takes. Without a range it takes
+    any value of its type. A count that would hang or fill the memory where it is huge declares `most`.
+
+    A subclass that gives another default alone (`page: int = 8`) keeps the range.
     """
-    return dataclasses.field(default=default, metadata={"most": most})
+    allowed = Range(least, most, above, below, odd, tuple(one_of))
+    return dataclasses.field(default=default, metadata={"range": allowed})
+
+
+def ranges(method: type[Any]) -> Mapping[str, Range | None]:
+    """The options of a class of methods: name -> its declared range, the nearest one in its bases; None where none
+    declares it.
+    """
+    found: dict[str, Range | None] = {f.name: None for f in dataclasses.fields(method) if f.init}
+    for kind in reversed(method.__mro__):
+        for field in vars(kind).get("__dataclass_fields__", {}).values():
+            if field.name in found and "range" in field.metadata:
+                found[field.name] = field.metadata["range"]
+    return found
+
+
+def check_options(method: Any, full_name: str) -> None:
+    """Raise RecipeError where an option of a method is out of its range, a whole number larger than any size, or a
+    number that is not finite.
+    """
+    for name, allowed in ranges(type(method)).items():
+        value = getattr(method, name)
+        give = str(allowed or "")
+        if isinstance(value, float) and not math.isfinite(value):  # JSON of an artifact has neither
+            give = give or "a finite number"
+        elif allowed is not None and value not in allowed:
+            if isinstance(value, str):
+                raise RecipeError(unknown(f"{full_name}: {name}", value, allowed.one_of))
+        elif isinstance(value, int) and abs(value) > WHOLE:
+            give = f"at most {WHOLE}" if value > 0 else f"at least {-WHOLE}"
+        else:
+            continue
+        raise RecipeError(f"{full_name}: {name} is {shown(value)}; give {give}")
 
 
 @dataclass(frozen=True)
@@ -64,21 +145,19 @@ class Axis:
         return dict(self.method(name).small)
 
     def build(self, name: str, **options: Any) -> Any:
-        """The method with its options. Raises RecipeError for an unknown option, a wrong type, too large a count, or
-        what is no number.
+        """The method with its options. Raises RecipeError for an unknown option, a wrong type, or a value out of its
+        range.
         """
         cls = self.method(name)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-        for option, value in options.items():
-            if option not in fields:
-                raise RecipeError(unknown(f"{self.name}.{name} option", option, fields))
-            where = f"{self.name}.{name}.{option}"
-            _check_type(where, fields[option], value)
-            _check_count(where, fields[option], value)
-        method = cls(**options)
-        for option, value in options.items():  # after its own checks, which know the range
-            _check_finite(f"{self.name}.{name}.{option}", fields[option], value)
-        return method
+        for key, value in options.items():
+            if key not in fields:
+                raise RecipeError(unknown(f"{self.name}.{name} option", key, fields))
+            _check_type(f"{self.name}.{name}.{key}", fields[key], value)
+        try:
+            return cls(**options)
+        except InputError as error:  # of a sampler, whose options come with requests, too
+            raise RecipeError(f"{self.name}.{name}: {error}") from None
 
 
 @cache
@@ -96,21 +175,6 @@ def _check_type(where: str, field: dataclasses.Field[Any], value: Any) -> None:
     if got is not want and not (want is float and got is int):
         raise RecipeError(
             f"{where} = {shown(value)} is {got.__name__}, not {want.__name__} (default {field.default!r})"
-        )
-
-
-def _check_count(where: str, field: dataclasses.Field[Any], value: Any) -> None:
-    """Refuse a whole number beyond what the field declares."""
-    most = field.metadata.get("most", WHOLE)
-    if isinstance(value, int) and not -WHOLE <= value <= most:
-        raise RecipeError(f"{where} = {shown(value)} is out of range; give at most {most}")
-
-
-def _check_finite(where: str, field: dataclasses.Field[Any], value: Any) -> None:
-    """Refuse NaN, which every comparison lets pass, and infinity, which the JSON of an artifact cannot hold."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RecipeError(
-            f"{where} = {value} is not finite; give a number (default {field.default!r})"
         )
 
 

@@ -28,13 +28,9 @@ class Depth:
         threshold = {} if self.threshold is None else {"threshold": ()}
         return {"run_layers": (len(self.plan),), **threshold}
 
-    @classmethod
-    def from_json(cls, f: Fields, layers: int) -> Depth:
-        """Of a model of so many layers. Raises ArtifactError."""
-        plan = f.array("plan")
-        if len(plan) != layers or not all(isinstance(run, bool) for run in plan) or not any(plan):
-            raise f.wrong("plan", plan, f"{layers} bools, some of them true")
-        threshold = float(f.number("threshold")) if f.has("threshold") else None
-        if f.text("cache") not in CACHES:
-            raise f.wrong("cache", f.text("cache"), f"one of {', '.join(CACHES)}")
-        return cls(tuple(plan), f.text("cache"), threshold)
+    def check(self, f: Fields) -> None:
+        """See `fields.read`."""
+        if not any(self.plan):
+            raise f.wrong("plan", list(self.plan), "bools, some of them true")
+        if self.cache not in CACHES:
+            raise f.wrong("cache", self.cache, f"one of {', '.join(CACHES)}")

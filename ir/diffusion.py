@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accel.ir.fields import Fields
-
 
 @dataclass(frozen=True)
 class Diffusion:
@@ -16,13 +14,6 @@ class Diffusion:
 
     mask: int
     shift: bool = False
-
-    @classmethod
-    def from_json(cls, f: Fields, vocab: int) -> Diffusion:
-        """Of a model of so many tokens. Raises ArtifactError."""
-        if (mask := f.integer("mask")) >= vocab:
-            raise f.wrong("mask", mask, f"a token id, 0..{vocab - 1}")
-        return cls(mask, f.boolean("shift"))
 
 
 def diffusion_of(config: Any) -> Diffusion | None:

@@ -1,4 +1,6 @@
-"""What is known of a model: collected by capture and passes, kept in an artifact, read by the runtime."""
+"""What is known of a model: collected by capture and passes, kept in an artifact, read by the runtime. A feature that
+most models lack is a file.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +10,14 @@ from typing import Any
 from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import Depth
 from accel.ir.diffusion import Diffusion
-from accel.ir.fields import Fields
+from accel.ir.encoder import EncoderFacts
+from accel.ir.fields import BUILD_ONLY, Fields, Positive, optional_objects, read
+from accel.ir.kv import KvFacts
 from accel.ir.low_rank import LowRank
 from accel.ir.prefill import Prefill
 from accel.ir.selection import Selection
 from accel.ir.units import Units
 from accel.ir.window import Window
-
-FEATURES = (
-    "encoder",
-    "kv",
-    "depth",
-    "prefill",
-    "diffusion",
-    "adapters",
-    "units",
-    "low_rank",
-    "selection",
-    "window",
-)  # attributes of `Facts` that most models lack
 
 
 @dataclass(frozen=True)
@@ -47,87 +38,6 @@ class LayerFacts:
     shares: int | None = None
     nodes: int = 0
 
-    @classmethod
-    def from_json(cls, f: Fields) -> LayerFacts:
-        """Raises ArtifactError. Artifacts of older versions lack what has a default."""
-        return cls(
-            attention=f.text("attention"),
-            window=f.integer("window"),
-            num_heads=f.integer("num_heads"),
-            num_kv_heads=f.integer("num_kv_heads"),
-            head_dim=f.integer("head_dim"),
-            state_bytes=f.integer("state_bytes") if "state_bytes" in f.value else 0,
-            shares=f.optional_integer("shares") if "shares" in f.value else None,
-            nodes=f.integer("nodes") if "nodes" in f.value else 0,
-        )
-
-
-@dataclass(frozen=True)
-class EncoderFacts:
-    """What the encoder of an encoder-decoder model takes, and the tokens that its decoder starts from."""
-
-    vocab_size: int  # of token ids [B,X]; 0: it takes features
-    max_length: int  # longest X
-    features: tuple[int, ...] = ()  # sizes of one row's features, after B
-    start: tuple[int, ...] = ()
-
-    @classmethod
-    def from_json(cls, f: Fields) -> EncoderFacts:
-        """Raises ArtifactError."""
-        return cls(
-            f.integer("vocab_size"),
-            f.integer("max_length", 1),
-            f.integers("features"),
-            f.integers("start"),
-        )
-
-
-COARSE = "coarse"  # the step's input [] bool: whether attention reads what lies in blocks coarsely
-
-
-@dataclass(frozen=True)
-class KvFacts:
-    """What a recipe does with the KV cache beyond appending to it.
-
-    observe: last queries of a row that the entry `compress` takes, those of guessed tokens among them. lookahead:
-    tokens that are guessed for that at the end of a prompt. repeats: a prompt is run again before it is compressed.
-    flush: it drops nothing, and moves blocks of so many tokens (`kv.codec`), but for the first `sinks`.
-    tables: the budget's constants, by name, of each layer that evicts; none: it has none. marks: inputs of `compress`
-    about a row's tokens that a session gives.
-    moves: tokens that stay take positions from 0 on. coarse: a call may read what lies in blocks coarsely.
-    """
-
-    observe: int = 0
-    flush: int = 0
-    lookahead: int = 0
-    repeats: bool = False
-    tables: tuple[dict[str, tuple[float, ...]], ...] = ()
-    marks: tuple[str, ...] = ()
-    moves: bool = False
-    sinks: int = 0
-    coarse: bool = False
-
-    @property
-    def inputs(self) -> dict[str, tuple[int, ...]]:
-        """The step's inputs by which a call chooses, with their shapes."""
-        return {COARSE: ()} if self.coarse else {}
-
-    @classmethod
-    def from_json(cls, f: Fields) -> KvFacts:
-        """Raises ArtifactError."""
-        tables = f.objects("tables") if "tables" in f.value else []
-        return cls(
-            f.integer("observe"),
-            f.integer("flush") if "flush" in f.value else 0,
-            f.integer("lookahead") if "lookahead" in f.value else 0,
-            f.boolean("repeats") if "repeats" in f.value else False,
-            tuple({name: one.numbers(name) for name in one.value} for one in tables),
-            f.texts("marks") if "marks" in f.value else (),
-            f.boolean("moves") if "moves" in f.value else False,
-            f.integer("sinks") if "sinks" in f.value else 0,
-            f.boolean("coarse") if "coarse" in f.value else False,
-        )
-
 
 @dataclass
 class Facts:
@@ -137,16 +47,18 @@ class Facts:
     """
 
     name: str
-    vocab_size: int
-    max_context: int
-    max_batch: int = 1
+    vocab_size: Positive
+    max_context: Positive
+    max_batch: Positive = 1
     eos: tuple[int, ...] = ()
     bos: int | None = None
     parameters: int = 0
     layers: list[LayerFacts] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    tied: bool = False  # it chooses among equal values, such as experts of a router of zeros
+    config: dict[str, Any] = field(default_factory=dict, metadata=BUILD_ONLY)
+    notes: list[str] = field(default_factory=list, metadata=BUILD_ONLY)
+    tied: bool = field(
+        default=False, metadata=BUILD_ONLY
+    )  # it chooses among equal values, such as experts of a router of zeros
     encoder: EncoderFacts | None = None
     kv: KvFacts | None = None  # None: every token stays as it is
     depth: Depth | None = None
@@ -189,33 +101,23 @@ class Facts:
 
     @classmethod
     def from_json(cls, f: Fields) -> Facts:
-        """Raises ArtifactError."""
-        vocab = f.integer("vocab_size", 1)
-        layers = [LayerFacts.from_json(layer) for layer in f.objects("layers")]
-        if (count := f.integer("num_layers")) != len(layers):
-            raise f.wrong("num_layers", count, f"{len(layers)}, the number of layers")
-        for i, token in enumerate(f.array("eos")):
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-                raise f.wrong(f"eos[{i}]", token, f"a token id, 0..{vocab - 1}")
-        return cls(
-            name=f.text("name"),
-            vocab_size=vocab,
-            max_context=f.integer("max_context", 1),
-            max_batch=f.integer("max_batch", 1),
-            eos=tuple(f.array("eos")),
-            bos=f.optional_integer("bos"),
-            parameters=f.integer("parameters"),
-            layers=layers,
-            encoder=EncoderFacts.from_json(f.object("encoder")) if f.has("encoder") else None,
-            kv=KvFacts.from_json(f.object("kv")) if f.has("kv") else None,
-            depth=Depth.from_json(f.object("depth"), len(layers)) if "depth" in f.value else None,
-            prefill=Prefill.from_json(f.object("prefill")) if "prefill" in f.value else None,
-            diffusion=Diffusion.from_json(f.object("diffusion"), vocab)
-            if "diffusion" in f.value
-            else None,
-            adapters=AdapterFacts.from_json(f.object("adapters")) if f.has("adapters") else None,
-            units=Units.from_json(f.object("units")) if f.has("units") else None,
-            low_rank=LowRank.from_json(f.object("low_rank")) if f.has("low_rank") else None,
-            selection=Selection.from_json(f.object("selection")) if f.has("selection") else None,
-            window=Window.from_json(f.object("window")) if f.has("window") else None,
-        )
+        """Raises ArtifactError. Artifacts of older versions lack what has a default."""
+        found = read(cls, f)
+        count = f.integer("num_layers")
+        if count != len(found.layers):
+            raise f.wrong("num_layers", count, f"{len(found.layers)}, the number of layers")
+        for i, token in enumerate(found.eos):
+            if token >= found.vocab_size:
+                raise f.wrong(f"eos[{i}]", token, f"a token id, 0..{found.vocab_size - 1}")
+        if found.depth is not None and len(found.depth.plan) != count:
+            plan = list(found.depth.plan)
+            raise f.object("depth").wrong("plan", plan, f"{count} bools, some of them true")
+        mask = 0 if found.diffusion is None else found.diffusion.mask
+        if mask >= found.vocab_size:
+            raise f.object("diffusion").wrong(
+                "mask", mask, f"a token id, 0..{found.vocab_size - 1}"
+            )
+        return found
+
+
+FEATURES = optional_objects(Facts)  # attributes that most models lack

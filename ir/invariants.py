@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
+from accel.ir.axis import check_options
+
 __all__ = ["PROVIDED", "Invariant", "Method"]
 
 
@@ -60,12 +62,25 @@ class Method:
     and only if one method relies on an invariant that another breaks, or on one in `PROVIDED` that no method provides.
     `small`: options for tiny models and a few dozen tokens, if the defaults are too large. `by_position`: it chooses
     tokens by their position alone, whatever they hold. `files`: options of a method of the loop that name a file or a
-    folder which it reads as it runs; an artifact takes them along.
+    folder which it reads as it runs; an artifact takes them along. `lacks`: what of its paper it does not do, as a
+    phrase; the table of papers prints it.
     """
 
     files: ClassVar[tuple[str, ...]] = ()
     small: ClassVar[Mapping[str, Any]] = {}
     by_position: ClassVar[bool] = False
+    lacks: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Check the declared ranges of the options. A class that checks more calls this first."""
+        check_options(self, self.full_name)
+
+    @property
+    def full_name(self) -> str:
+        """Its axis and its name in recipes, as errors give them: `kv.select.quest`."""
+        kind = type(self)
+        base = next((c for c in kind.__mro__ if c.__name__ == "Base"), kind)
+        return f"{base.__module__.removeprefix('accel.').partition('.')[2]}.{self.use}"
 
     @property
     def use(self) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.ir.fields import Fields
-
 
 @dataclass(frozen=True)
 class LowRank:
@@ -17,13 +15,6 @@ class LowRank:
     heads: tuple[int, ...]
     widths: tuple[int, ...]
     ranks: tuple[int, ...]
-
-    @classmethod
-    def from_json(cls, f: Fields) -> LowRank:
-        """Raises ArtifactError."""
-        return cls(
-            f.integers("layers"), f.integers("heads"), f.integers("widths"), f.integers("ranks")
-        )
 
     @property
     def shapes(self) -> dict[int, tuple[int, int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from accel.ir.fields import Fields
+from accel.ir.fields import Fields, Positive
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,10 @@ class Pick:
         most = min(count, self.tokens) if self.tokens else count
         return max(min(1, count), min(most, math.floor(self.share * count + 1e-9)))
 
-    @classmethod
-    def from_json(cls, f: Fields) -> Pick:
-        """Raises ArtifactError."""
-        share = f.number("share")
-        if not 0 < share <= 1:
-            raise f.wrong("share", share, "more than 0 and at most 1")
-        tokens, sinks, recent = (f.integer(name) for name in ("tokens", "sinks", "recent"))
-        return cls(tokens, sinks, recent, share, f.integer("observe"), f.boolean("always"))
+    def check(self, f: Fields) -> None:
+        """See `fields.read`."""
+        if not 0 < self.share <= 1:
+            raise f.wrong("share", self.share, "more than 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -46,13 +42,8 @@ class Segments:
     entry `sparse`.
     """
 
-    tokens: int
+    tokens: Positive
     threshold: int
-
-    @classmethod
-    def from_json(cls, f: Fields) -> Segments:
-        """Raises ArtifactError."""
-        return cls(f.integer("tokens", 1), f.integer("threshold"))
 
 
 @dataclass(frozen=True)
@@ -63,14 +54,11 @@ class Ranks:
 
     forms: tuple[int, ...]
 
-    @classmethod
-    def from_json(cls, f: Fields) -> Ranks:
-        """Raises ArtifactError."""
-        forms = f.array("forms")
-        for i, form in enumerate(forms):
-            if type(form) is not int or not 0 <= form < len(forms):
-                raise f.wrong(f"forms[{i}]", form, f"a number, 0..{len(forms) - 1}")
-        return cls(tuple(forms))
+    def check(self, f: Fields) -> None:
+        """See `fields.read`."""
+        for i, form in enumerate(self.forms):
+            if form >= len(self.forms):
+                raise f.wrong(f"forms[{i}]", form, f"a number, 0..{len(self.forms) - 1}")
 
 
 @dataclass(frozen=True)
@@ -79,13 +67,8 @@ class Fill:
     or more. whole: it does not read the cache, so it takes tokens of empty rows alone, in one call.
     """
 
-    least: int
+    least: Positive
     whole: bool = False
-
-    @classmethod
-    def from_json(cls, f: Fields) -> Fill:
-        """Raises ArtifactError."""
-        return cls(f.integer("least", 1), f.boolean("whole") if "whole" in f.value else False)
 
 
 @dataclass(frozen=True)
@@ -106,15 +89,3 @@ class Prefill:
     def held(self, count: int) -> int:
         """Slots that the model's own cache has of a prompt of `count` tokens."""
         return (count if self.filter is None else self.filter.kept(count)) + self.latents
-
-    @classmethod
-    def from_json(cls, f: Fields) -> Prefill:
-        """Raises ArtifactError."""
-        return cls(
-            filter=Pick.from_json(f.object("filter")) if f.has("filter") else None,
-            stages=tuple(Pick.from_json(stage) for stage in f.objects("stages")),
-            segments=Segments.from_json(f.object("segments")) if f.has("segments") else None,
-            ranks=Ranks.from_json(f.object("ranks")) if f.has("ranks") else None,
-            fill=Fill.from_json(f.object("fill")) if f.has("fill") else None,
-            latents=f.integer("latents") if "latents" in f.value else 0,
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from accel.ir.errors import RecipeError, shown, unknown
 
 _HEADER = ("about", "when", "papers")
 _GROUP = "_group.toml"
+_ARXIV = re.compile(r"(.+) \(arXiv:(\d{4}\.\d{4,5})\)")  # a paper as a recipe writes it
 _RENAMED = {"bit-exact": "batch-invariant"}
 
 
@@ -22,7 +24,8 @@ class Recipe:
     """One method per axis, with options. Names are resolved when the recipe is assembled.
 
     Attributes: `name`; `tables` (axis -> table with `use` and options); `about`: what it does; `when`: what must
-    hold for it to be the right choice ("take this when …"); `papers`.
+    hold for it to be the right choice ("take this when …"); `papers`: titles; `arxiv`: title -> number on arXiv, of
+    those that a file writes as "Title (arXiv:2404.14469)".
     """
 
     name: str = "recipe"
@@ -30,6 +33,12 @@ class Recipe:
     when: str = ""
     papers: tuple[str, ...] = ()
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # axis -> {"use": …, options}
+    arxiv: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def cited(self) -> list[str]:
+        """The papers as a file writes them: with their numbers on arXiv."""
+        return [f"{p} (arXiv:{self.arxiv[p]})" if p in self.arxiv else p for p in self.papers]
 
     @staticmethod
     def load(spec: Any) -> Recipe:
@@ -66,7 +75,7 @@ class Recipe:
             "name": self.name,
             "about": self.about,
             "when": self.when,
-            "papers": list(self.papers),
+            "papers": self.cited,
             "tables": self.tables,
         }
 
@@ -130,6 +139,7 @@ def merge(recipes: Sequence[Recipe]) -> Recipe:
         " and ".join(r.when for r in recipes if r.when),
         tuple(dict.fromkeys(p for r in recipes for p in r.papers)),
         tables,
+        {title: number for r in recipes for title, number in r.arxiv.items()},
     )
 
 
@@ -169,7 +179,9 @@ def _from_dict(name: str, data: dict[str, Any], where: str = "recipe") -> Recipe
     tables: dict[str, dict[str, Any]] = {}
     body = {k: v for k, v in data.items() if k not in (*_HEADER, "name")}
     _flatten(where, "", body.pop("tables", body), tables)
-    return Recipe(name, about, when, tuple(papers), tables)
+    found = {m[1]: m[2] for m in map(_ARXIV.fullmatch, papers) if m}
+    titles = tuple(m[1] if (m := _ARXIV.fullmatch(p)) else p for p in papers)
+    return Recipe(name, about, when, titles, tables, found)
 
 
 def _flatten(where: str, axis: str, data: Any, tables: dict[str, dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.ir.fields import Fields
+from accel.ir.fields import Positive
 
 
 @dataclass(frozen=True)
@@ -13,10 +13,5 @@ class Selection:
     more tokens than the one before it left, in calls of whatever width.
     """
 
-    width: int
+    width: Positive
     history: bool = False
-
-    @classmethod
-    def from_json(cls, f: Fields) -> Selection:
-        """Raises ArtifactError."""
-        return cls(f.integer("width", 1), f.boolean("history"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.ir.fields import Fields
+from accel.ir.fields import Positive
 from accel.ir.sizes import FEW
 
 
@@ -17,8 +17,8 @@ class Units:
     to a token of the ids `ends`, or, where there are none, `size` neighbours.
     """
 
-    size: int
-    every: int
+    size: Positive
+    every: Positive
     sinks: int
     marks: bool = False
     ends: tuple[int, ...] = ()
@@ -29,14 +29,3 @@ class Units:
         what single tokens do.
         """
         return self.every + FEW - 1
-
-    @classmethod
-    def from_json(cls, f: Fields) -> Units:
-        """Raises ArtifactError."""
-        return cls(
-            f.integer("size", 1),
-            f.integer("every", 1),
-            f.integer("sinks"),
-            f.boolean("marks") if "marks" in f.value else False,
-            f.integers("ends") if "ends" in f.value else (),
-        )

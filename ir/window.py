@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel.ir.fields import Fields
+from accel.ir.fields import Positive
 
 if TYPE_CHECKING:  # facts are read by commands that need no numpy
     import numpy as np
@@ -27,8 +27,8 @@ class Window:
     rewound.
     """
 
-    size: int
-    back: int
+    size: Positive
+    back: Positive
 
     @property
     def kept(self) -> int:
@@ -55,8 +55,3 @@ class Window:
             held = self.stay(held, width) + width
             need = max(need, int(held[0]))
         return need
-
-    @classmethod
-    def from_json(cls, f: Fields) -> Window:
-        """Raises ArtifactError."""
-        return cls(f.integer("size", 1), f.integer("back", 1))

@@ -14,8 +14,8 @@ from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.session.observers._kv_plan import KvPlan, kv_plan
 from accel.runtime.session.session import Session
+from accel.runtime.session.state._kv_plan import KvPlan, kv_plan
 
 from .session_case import session_of
 

@@ -12,8 +12,8 @@ from accel.ir.program import Program
 from accel.ir.spec import verify
 from accel.passes.kv._shared.paged import Paged
 from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.session.observers._pool import Pool
-from accel.runtime.session.observers.prefix_cache import PrefixCache, pool_of
+from accel.runtime.session.prompt._pool import Pool
+from accel.runtime.session.prompt.prefix_cache import PrefixCache, pool_of
 from accel.runtime.session.session import Session
 
 from .session_case import session_of

@@ -292,12 +292,15 @@ def test_a_model_without_a_table_is_refused(stateful):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"best": 0}, "best is 0 and chunk 1; give at least 1 and 1"),
-        ({"chunk": 0}, "chunk 0"),
-        ({"floor": -1}, r"floor = -1; give 0\.\.1920 tokens"),
-        ({"floor": 2000}, "floor = 2000"),
-        ({"tokens_read": 80}, "size = 32, but a layer reads tokens_read - sinks = 16"),
-        ({"every": 48}, "every = 48; give a multiple of size = 32"),
+        ({"best": 0}, "best is 0; give 1 to 1024"),
+        ({"chunk": 0}, "chunk is 0; give 1 to 1048576"),
+        ({"floor": -1}, "floor is -1; give at least 0"),
+        ({"floor": 2000}, "floor is 2000; give at most 1920 tokens"),
+        (
+            {"tokens_read": 80},
+            "size is 32, but a layer reads tokens_read - sinks = 16",
+        ),
+        ({"every": 48}, "every is 48; give a multiple of size = 32"),
     ],
     ids=str,
 )

@@ -87,9 +87,9 @@ def test_equally_unusual_queries_have_their_mean_as_probe():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"best": 0}, "best is 0; give at least 1"),
+        ({"best": 0}, "best is 0; give 1 to 1024"),
         ({"sinks": 6}, "sinks is 6 and window 4; give multiples of block = 4"),
-        ({"window": -4}, "window -4"),
+        ({"window": -4}, "window is -4; give at least 0"),
         ({"window": 20}, r"sinks \+ window = 28; give less than budget = 28"),
     ],
     ids=str,

@@ -21,8 +21,8 @@ from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.model.adapters import Adapters
 from accel.runtime.serve.engine import Engine
 from accel.runtime.serve.request import Request
-from accel.runtime.session.observers.pieces import PieceReuse
-from accel.runtime.session.observers.prefix_cache import PrefixCache
+from accel.runtime.session.prompt.pieces import PieceReuse
+from accel.runtime.session.prompt.prefix_cache import PrefixCache
 
 from . import adapter_case as case
 

@@ -162,11 +162,11 @@ def test_a_corpus_is_where_it_begins(tmp_path):
 
 def test_bad_options():
     for options, words in [
-        ({"cap": 0.0}, "cap is 0.0; give a weight above 0"),
+        ({"cap": 0.0}, "cap is 0.0; give more than 0"),
         ({"step": -1.0}, "step is -1.0; give at least 0"),
         ({"step": float("inf"), "cap": float("inf")}, "step is inf"),
         ({"cap": float("inf")}, "cap is inf"),
-        ({"choices": 0}, "choices is 0; give at least 1"),
+        ({"choices": 0}, "choices is 0; give 1 to 512"),
     ]:
         with pytest.raises(RecipeError, match=f"draft.aded: {words}"):
             Aded(**options)

@@ -358,13 +358,19 @@ def test_every_way_through_a_session_is_that_of_the_oracle(compiled):
     ("options", "why"),
     [
         ({"page": 16}, "page"),
-        ({"sinks": -16}, "sinks = -16; give 0 or more"),
-        ({"sinks": 24}, "sinks = 24; give a multiple of block, 16"),
-        ({"window": 0}, "window = 0; give 1 or more"),
-        ({"history": 0}, "history = 0; give 1 or more"),
-        ({"every": 0}, "every = 0; give 1 or more"),
-        ({"block": 24}, "block = 24; give a power of two up to 128"),
-        ({"tokens_read": 0}, "tokens_read = 0"),
+        ({"sinks": -16}, "kv.select.attention-predictor: sinks is -16; give at least 0"),
+        (
+            {"sinks": 24},
+            "kv.select.attention-predictor: sinks is 24; give a multiple of block = 16, as blocks begin there",
+        ),
+        ({"window": 0}, "kv.select.attention-predictor: window is 0; give at least 1"),
+        ({"history": 0}, "kv.select.attention-predictor: history is 0; give at least 1"),
+        ({"every": 0}, "kv.select.attention-predictor: every is 0; give at least 1"),
+        (
+            {"block": 24},
+            "kv.select.attention-predictor: block is 24; give 1, 2, 4, 8, 16, 32, 64 or 128",
+        ),
+        ({"tokens_read": 0}, "kv.select.attention-predictor: tokens_read is 0; give at least 1"),
     ],
     ids=str,
 )

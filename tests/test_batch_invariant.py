@@ -8,8 +8,8 @@ import accel
 from accel.compiler.quality import batch_invariant as exact
 from accel.compiler.quality.batch_invariant import batch_difference, difference
 from accel.compiler.smoke.tiny_models import randomise, small_model
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import Miscompiled, PassError
-from accel.ir.facts import EncoderFacts
 from accel.ir.program import State
 from accel.ir.state import Part
 from accel.passes.numerics import batch_invariant

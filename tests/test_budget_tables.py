@@ -324,11 +324,11 @@ def test_no_streaming_head_loses_nothing(stateful, tmp_path):
     [
         ("headkv-r2", {"beta": 0.9}, "beta is 0.9"),
         ("headkv-r2", {"beta": float("nan")}, "beta is nan"),
-        ("headkv-r2", {"window": -1}, "window -1"),
-        ("duo-heads", {"share": 1.5}, "share is 1.5; give a share of heads from 0 to 1"),
+        ("headkv-r2", {"window": -1}, "window is -1; give at least 0"),
+        ("duo-heads", {"share": 1.5}, "share is 1.5; give 0 to 1"),
         ("duo-heads", {"share": float("nan")}, "share is nan"),
         ("duo-heads", {"sinks": -1}, "sinks is -1"),
-        ("duo-heads", {"recent": 0}, "recent 0; give at least 0 and 1"),
+        ("duo-heads", {"recent": 0}, "recent is 0; give at least 1"),
         ("prefixkv", {"protected": -1}, "protected is -1; give at least 0"),
     ],
 )

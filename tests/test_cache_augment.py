@@ -27,7 +27,7 @@ from accel.ir.recipe import Recipe
 from accel.passes.prefill.prune.cache_augment import GAIN, SOFT, CacheAugment
 from accel.passes.trained import ALL, write
 from accel.runtime.backends.buffers import STEP
-from accel.runtime.session.observers.prompt_latents import PromptLatents
+from accel.runtime.session.prompt.latents import PromptLatents
 
 from .laws.test_invariants import TRIALS, holds
 from .prefill_case import CONTEXT, LENGTHS, TOKENS, built, far, module

@@ -6,13 +6,13 @@ import pytest
 import accel
 from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import InputError, PassError, RecipeError
-from accel.ir.facts import EncoderFacts
 from accel.ir.recipe import Recipe
 from accel.passes.prefill.prune._blend import Blend
 from accel.runtime.kv.reuse._store import Store, cover
-from accel.runtime.session.observers import _two_parts, pieces
-from accel.runtime.session.observers.pieces import PieceReuse
+from accel.runtime.session.prompt import _two_parts, pieces
+from accel.runtime.session.prompt.pieces import PieceReuse
 
 from .pieces_case import CHUNKS, QUESTION, asked, blended, put, reusing
 from .prefill_case import built, far, module

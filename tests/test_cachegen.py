@@ -75,8 +75,8 @@ def test_a_damaged_stream_is_refused():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"bins": 7}, "bins = 7; give an even number of 4 to 256"), ({"deep_bins": 2}, "deep_bins = 2"),
-     ({"key_share": 1.5}, "key_share = 1.5; give 0 to 1")],
+    [({"bins": 7}, "bins is 7; give an even number"), ({"deep_bins": 2}, "deep_bins is 2; give 4 to 256"),
+     ({"key_share": 1.5}, "key_share is 1.5; give 0 to 1")],
 )  # fmt: skip
 def test_bad_options(options, words):
     with pytest.raises(RecipeError, match=words):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accel
-from accel.runtime.session.observers.canvas import CanvasState
+from accel.runtime.session.modes.canvas import CanvasState
 
 from .diffusion_case import LONGEST, MASK, Filler, prompts, with_loop
 

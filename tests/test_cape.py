@@ -80,7 +80,7 @@ def test_widths_may_not_be_chosen_after_the_draw():
         ({"widths": [1, 2]}, r"widths are \[1, 2\]; give ten numbers of 1 to 64"),
         ({"widths": [0] * 10}, "give ten numbers"),
         ({"widths": "8888664422"}, "give ten numbers"),
-        ({"depth": 0}, "depth is 0; give at least 1"),
+        ({"depth": 0}, "depth is 0; give 1 to 64"),
     ],
 )
 def test_options(options, words):

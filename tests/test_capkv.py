@@ -55,8 +55,8 @@ def test_without_tau_queries_and_keys_count_for_nothing():
     "options, words",
     [
         ({"future": 0}, "future is 0"),
-        ({"sinks": -1}, "sinks -1"),
-        ({"tau": -1.0}, "tau is -1.0; give 0..10000"),
+        ({"sinks": -1}, "sinks is -1; give at least 0"),
+        ({"tau": -1.0}, "tau is -1.0; give 0 to 10000"),
         ({"tau": float("inf")}, "tau is inf"),
     ],
 )

@@ -165,5 +165,5 @@ def test_four_bits_by_inputs_err_less_than_to_the_nearest():
 
 @pytest.mark.parametrize("eight", [-0.1, 1.5])
 def test_a_share_that_is_none(eight):
-    with pytest.raises(RecipeError, match="give the share"):
+    with pytest.raises(RecipeError, match="give 0 to 1"):
         Int4(eight=eight)

@@ -74,9 +74,9 @@ def test_what_goes_alone_is_not_a_chunk():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"chunk": 0}, "chunk is 0; give at least 1 token"),
-        ({"pooling": "max"}, "pooling is 'max'; give 'sum' or 'mean'"),
-        ({"reuse": 0}, "reuse is 0; give at least 1 layer"),
+        ({"chunk": 0}, "chunk is 0; give 1 to 4096"),
+        ({"pooling": "max"}, "pooling 'max' does not exist; known: mean, sum"),
+        ({"reuse": 0}, "reuse is 0; give 1 to 1048576"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

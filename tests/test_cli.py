@@ -219,10 +219,17 @@ def test_recipes_and_their_options():
     for name, said in (("snapkv", "tokens_kept"), ("prompt-lookup", 'use = "speculative"')):
         assert said in call("recipes", name).stdout, "what the recipe leaves out is told too"
     text = call("recipes", "float16").stdout
-    assert "[weights]" in text and re.search(r"smallest +4096 +4096 +int", text)
+    assert "[weights]" in text and re.search(r"smallest +4096 +4096 +int +at least 0", text)
     (found,) = json.loads(call("recipes", "float16", "--json").stdout)["options"].values()
     assert found == [
-        {"name": "smallest", "value": 4096, "default": 4096, "type": "int", "set": False}
+        {
+            "name": "smallest",
+            "value": 4096,
+            "default": 4096,
+            "type": "int",
+            "range": "at least 0",
+            "set": False,
+        }
     ]
     assert {r["name"] for r in json.loads(call("recipes", "--json").stdout)} >= {"base", "float16"}
 

@@ -92,11 +92,11 @@ def test_blending_is_the_share_that_goes_by_default():
     "options, words",
     [
         ({"sinks": -1}, "sinks is -1"),
-        ({"recent": -1}, "recent -1"),
-        ({"chunk": 0}, "chunk 0"),
-        ({"sketch": 0}, "sketch 0"),
-        ({"sketch": 1000}, "at most 256"),
-        ({"seed": -1}, "seed -1"),
+        ({"recent": -1}, "recent is -1; give at least 0"),
+        ({"chunk": 0}, "chunk is 0; give 1 to 65536"),
+        ({"sketch": 0}, "sketch is 0; give 1 to 256"),
+        ({"sketch": 1000}, "sketch is 1000; give 1 to 256"),
+        ({"seed": -1}, "seed is -1; give at least 0"),
         ({"blending": float("nan")}, "blending is nan"),
     ],
 )

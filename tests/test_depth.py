@@ -45,13 +45,22 @@ def test_exactly_as_many_layers_run_as_are_to_be_kept():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"use": "unified-skip", "speedup": 0.5}, "speedup = 0.5; give 1"),
+        (
+            {"use": "unified-skip", "speedup": 0.5},
+            "depth.unified-skip: speedup is 0.5; give at least 1",
+        ),
         ({"use": "unified-skip", "cache": "nest"}, "did you mean 'nested'"),
-        ({"use": "calm", "threshold": -0.1}, "threshold = -0.1"),
-        ({"use": "calm", "agreement": 0.0}, "agreement = 0.0"),
-        ({"use": "calm", "every": 0}, "every = 0"),
-        ({"use": "shortgpt", "share": 1.0}, "share = 1.0"),
-        ({"use": "shortgpt", "tokens": 0}, "tokens = 0"),
+        ({"use": "calm", "threshold": -0.1}, "depth.calm: threshold is -0.1; give at least 0"),
+        (
+            {"use": "calm", "agreement": 0.0},
+            "depth.calm: agreement is 0.0; give more than 0 and at most 1",
+        ),
+        ({"use": "calm", "every": 0}, "depth.calm: every is 0; give at least 1"),
+        (
+            {"use": "shortgpt", "share": 1.0},
+            "depth.shortgpt: share is 1.0; give at least 0 and less than 1",
+        ),
+        ({"use": "shortgpt", "tokens": 0}, "depth.shortgpt: tokens is 0; give at least 1"),
     ],
 )
 def test_options_out_of_range_are_refused(options, words):

@@ -129,8 +129,8 @@ def test_the_head_that_comes_along_tells_what_stands(monkeypatch):
 
 
 def test_what_cannot_be_is_refused():
-    for options, words in (({"threshold": -0.1}, "threshold is -0.1; give a probability"),
-                           ({"most": 0}, "most is 0; give at least 1")):  # fmt: skip
+    for options, words in (({"threshold": -0.1}, "threshold is -0.1; give at least 0"),
+                           ({"most": 0}, "most is 0; give 1 to 256")):  # fmt: skip
         with pytest.raises(RecipeError, match=f"length.disco: {words}"):
             Disco(**options)
     with pytest.raises(InputError, match="length.disco: the bundled file was trained for another model; train it: "

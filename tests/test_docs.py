@@ -212,15 +212,6 @@ def slug(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_files_named_are_there(name):
-    for path in re.findall(
-        r"`((?:ir|passes|lowering|runtime|api|tools|tests|recipes|docs)/[\w./-]*)`",
-        prose(ROOT / name),
-    ):
-        assert (ROOT / path).exists(), path
-
-
 def goes_with(recipe, other):
     """Whether the two make one recipe."""
     try:

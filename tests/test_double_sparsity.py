@@ -158,10 +158,10 @@ def test_the_bundled_table_ranks_all_channels():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"page": 16}, "page = 16.*leave page out"),
-        ({"channels": 0}, "channels = 0; give 1 or more"),
-        ({"channels": 5000}, "at most 4096"),
-        ({"tokens_read": 0}, "tokens_read = 0"),
+        ({"page": 16}, "kv.select.double-sparsity: page is 16; give 1"),
+        ({"channels": 0}, "kv.select.double-sparsity: channels is 0; give 1 to 4096"),
+        ({"channels": 5000}, "kv.select.double-sparsity: channels is 5000; give 1 to 4096"),
+        ({"tokens_read": 0}, "kv.select.double-sparsity: tokens_read is 0; give at least 1"),
         ({"labels": 1}, "not bool"),
     ],
     ids=str,

@@ -248,7 +248,7 @@ def test_what_has_no_tokens_in_common_is_refused_with_both_sides(modules, tmp_pa
         accel.optimize(modules[0], recipe, target="eager", **SIZES)
     recipe["draft"]["path"] = str(tmp_path / "othre")
     with pytest.raises(
-        RecipeError, match="draft.model: .*othre is not a folder; set `path` to an artifact"
+        RecipeError, match="draft.model: .*othre does not exist; set `path` to an artifact"
     ):
         accel.optimize("/no/such/model", recipe)
 

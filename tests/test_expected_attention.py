@@ -95,7 +95,7 @@ def test_the_expectation_is_of_capped_scores_beside_a_sink():
     "options, words",
     [
         ({"future": 0}, "future is 0"),
-        ({"sinks": -1}, "sinks -1"),
+        ({"sinks": -1}, "sinks is -1; give at least 0"),
         ({"epsilon": -0.1}, "epsilon is -0.1"),
         ({"epsilon": float("nan")}, "epsilon is nan"),
     ],

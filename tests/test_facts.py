@@ -8,9 +8,11 @@ import pytest
 from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import NESTED, Depth
 from accel.ir.diffusion import Diffusion
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import ArtifactError
-from accel.ir.facts import FEATURES, EncoderFacts, Facts, KvFacts, LayerFacts
+from accel.ir.facts import FEATURES, Facts, LayerFacts
 from accel.ir.fields import Fields
+from accel.ir.kv import KvFacts
 from accel.ir.low_rank import LowRank
 from accel.ir.prefill import Fill, Pick, Prefill, Ranks, Segments
 from accel.ir.selection import Selection
@@ -92,7 +94,7 @@ def test_layers_of_older_artifacts():
         (
             "adapters",
             {"modules": {"q": [8]}, "ranks": {}, "bytes": {}},
-            r"model.adapters.modules.q is \[8\] .*two sizes",
+            r"model.adapters.modules.q is \[8\] .*2 of them",
         ),
         (
             "adapters",

@@ -188,5 +188,5 @@ def test_what_cannot_be_made_is_refused(stateful, model, score, message):
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(RecipeError, match="kv.keep.freqkv: sinks is -1 and recent 0; give 0"):
+    with pytest.raises(RecipeError, match="kv.keep.freqkv: sinks is -1; give at least 0"):
         FreqKV(sinks=-1)

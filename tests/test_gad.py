@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import accel
-from accel.compiler import draft_build
+from accel.compiler import draft_build, optimize
 from accel.compiler.assemble import assemble
+from accel.compiler.build_options import BuildOptions
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
@@ -134,7 +135,7 @@ def test_bad_input(tmp_path):
         plan = assemble(Recipe(tables={"draft": {"use": use}}))
         facts = SimpleNamespace(diffusion=masks)
         with pytest.raises(RecipeError, match=rf"draft\.{use}: .*{why}"):
-            draft_build._check(plan, tmp_path, None, None, facts, tmp_path)
+            draft_build._check(plan, tmp_path, None, None, facts)
 
 
 def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
@@ -145,11 +146,39 @@ def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
     facts = SimpleNamespace(diffusion=1, encoder=None, max_batch=8, vocab_size=9)
     target = SimpleNamespace(max_batch=8, vocab_size=9)
     monkeypatch.setattr(draft_build, "read_tokenizer", lambda *_: Words("a", "b"))
-    draft_build._check(plan, tmp_path, target, Words("a", "b"), facts, theirs)
+    draft_build._check(plan, tmp_path, target, Words("a", "b"), facts)
     with pytest.raises(
-        RecipeError, match="another tokenizer .* set `path` to a model of the same tokens"
+        RecipeError, match="another tokenizer .* set `path` to a model of the same tokens:"
     ) as e:
-        draft_build._check(plan, tmp_path, target, Words("b", "a"), facts, theirs)
+        draft_build._check(plan, tmp_path, target, Words("b", "a"), facts)
     assert "bundled" not in str(e.value)
     with pytest.raises(RecipeError, match="the bundled one is of the bundled model; set `path` to"):
-        draft_build._check(plan, Gad().draft_folder(), target, Words("b", "a"), facts, theirs)
+        draft_build._check(plan, Gad().draft_folder(), target, Words("b", "a"), facts)
+
+
+@pytest.mark.parametrize("loop", ["pearl", "specbranch", "lookahead-reasoning"])
+def test_a_loop_that_gives_tokens_refuses_a_draft_model_of_others_at_build(
+    loop, tmp_path, monkeypatch
+):
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    draft = {"use": "model", "path": str(tmp_path)}
+    plan = assemble(Recipe(tables={"draft": draft, "loop": {"use": loop}}))
+    target = SimpleNamespace(max_batch=8, vocab_size=9)
+    monkeypatch.setattr(draft_build, "read_tokenizer", lambda *_: Words("a", "b"))
+    draft_build.check_draft(plan, target, Words("a", "b"))
+    with pytest.raises(RecipeError, match=rf"loop\.{loop}: .* another tokenizer .* set `path`"):
+        draft_build.check_draft(plan, target, Words("b", "a"))
+    speculative = assemble(Recipe(tables={"draft": draft}))
+    draft_build.check_draft(speculative, target, Words("b", "a"))  # by text
+
+
+def test_a_draft_model_that_cannot_draft_is_refused_before_any_pass(
+    stateful, tmp_path, monkeypatch
+):
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    monkeypatch.setattr(optimize, "rewrite", lambda *_: pytest.fail("a pass ran"))
+    recipe = Recipe(tables={"draft": {"use": "model", "path": str(tmp_path)}})
+    with pytest.raises(RecipeError, match="has 9 tokens and the model"):
+        optimize.build_captured(stateful("llama"), recipe, BuildOptions(), None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

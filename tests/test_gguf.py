@@ -21,7 +21,7 @@ from accel.compiler.load.gguf._file import GgufTensor, read_gguf
 from accel.compiler.load.tokenizer import read_tokenizer
 from accel.compiler.smoke.source import configuration
 from accel.ir.codes import Coded
-from accel.ir.errors import AccelError
+from accel.ir.errors import AccelError, RecipeError
 from accel.ir.weights import Pages, reading
 
 from .gguf_case import HALVES, SIZE, TOKENS, Type, blocks, bpe, gguf, spm, write
@@ -447,3 +447,31 @@ def test_the_command(plain, tmp_path):
     done = subprocess.run([*run, "--max-context", "32"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "a" / "tokenizer.json").is_file()
+
+
+@pytest.mark.long
+def test_a_file_drafts_for_a_file(plain, tmp_path):
+    recipe = {"draft": {"use": "model", "path": str(plain)}}
+    ids = TOKENS[0, :6].tolist()
+    accel.optimize(plain, recipe, out=tmp_path / "with", max_context=64).close()
+    with accel.load(tmp_path / "with") as drafted, accel.load(tmp_path / "with") as alone:
+        assert drafted.draft_model is not None and drafted.draft_model.tokenizer is not None
+        found = drafted.generate(ids, max_new_tokens=12, eos=[])
+        assert found.stats["speculation"] is not None
+        assert drafted.draft_model.generate(ids, max_new_tokens=12, eos=[]).tokens == found.tokens
+        with alone.session() as session:
+            logits, want = session.prompt([ids]), []
+            while len(want) < 12:
+                want.append(int(logits[0, -1].argmax()))
+                logits = session.run([[want[-1]]])
+        assert found.tokens[0] == want
+
+
+def test_a_draft_model_that_is_no_model_is_refused_before_any_work(plain, tmp_path):
+    (tmp_path / "notes.txt").write_text("no model")
+    for path, words in (("gone.gguf", "does not exist"), ("notes.txt", "is no GGUF file")):
+        recipe = {"draft": {"use": "model", "path": str(tmp_path / path)}}
+        with pytest.raises(
+            RecipeError, match=f"{words}; set `path` to an artifact .* or a GGUF file"
+        ):
+            accel.optimize(plain, recipe, out=tmp_path / "out")

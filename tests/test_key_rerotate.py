@@ -324,5 +324,5 @@ def evicting_plain(case):
 
 
 def test_no_window_is_refused():
-    with pytest.raises(RecipeError, match="kv.score.finch: window is 0; give at least 1"):
+    with pytest.raises(RecipeError, match="kv.score.finch: window is 0; give 1 to 1024"):
         AXES["score"].build("finch", window=0)

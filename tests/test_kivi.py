@@ -18,7 +18,7 @@ from accel.passes.kv.codec.kivi import Kivi
 from accel.passes.state.head import Head
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.session.observers import block_codec as blocks
+from accel.runtime.session.state import block_codec as blocks
 
 from .session_case import session_of
 

@@ -14,7 +14,7 @@ from accel.passes.kv.keep.drop import Drop
 from accel.passes.kv.score.knorm import KNorm
 from accel.runtime.kv.budget.uniform import Uniform
 from accel.runtime.model.load import from_artifact
-from accel.runtime.session.observers import recurrent_history as past
+from accel.runtime.session.state import recurrent_history as past
 
 from .kv_case import (
     FOREVER,

@@ -41,5 +41,5 @@ def test_layers_of_a_session_keep_their_own(stateful):
 
 
 def test_options_out_of_range_are_refused():
-    with pytest.raises(RecipeError, match="recent 32 and seed -1; give at least 0"):
+    with pytest.raises(RecipeError, match="seed is -1; give at least 0"):
         AXES["score"].build("kv-random", seed=-1)

@@ -1,12 +1,13 @@
 """Eviction through sessions: what is kept, what may be rewound, and what each row of a batch sees."""
 
+import copy
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from accel.ir.errors import InputError
-from accel.runtime.session.observers.eviction import EvictionState
+from accel.runtime.session.state.eviction import EvictionState
 
 from .kv_case import (
     FOREVER,
@@ -258,7 +259,7 @@ def forks_are_apart(case: Case):
 
 def test_a_shared_memory_of_queries_is_caught(case, monkeypatch):
     """Negative control."""
-    from accel.runtime.session.observers.eviction import EvictionState
+    from accel.runtime.session.state.eviction import EvictionState
 
     right = EvictionState.observe
 
@@ -269,6 +270,7 @@ def test_a_shared_memory_of_queries_is_caught(case, monkeypatch):
         self._queries = old
 
     monkeypatch.setattr(EvictionState, "observe", shared)
+    monkeypatch.setattr(EvictionState, "copy", copy.copy)
     with pytest.raises(AssertionError):
         forks_are_apart(case("snapkv"))
 

@@ -93,8 +93,8 @@ def test_the_other_anchor_turns_the_order_of_distances():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"share": 1.5}, "share is 1.5; give a fraction from 0 to 1"),
-        ({"anchor": "one"}, "anchor is 'one'; give one of zeros, ones"),
+        ({"share": 1.5}, "share is 1.5; give 0 to 1"),
+        ({"anchor": "one"}, r"anchor 'one' does not exist; did you mean 'ones'\?"),
         ({"seed": -1}, "seed is -1; give at least 0"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
-from accel.runtime.session.observers.pieces import PieceReuse
+from accel.runtime.session.prompt.pieces import PieceReuse
 
 from .pieces_case import asked, blended, put, repaired, reusing
 from .prefill_case import built, far, module
@@ -87,7 +87,7 @@ def test_the_law_catches(broken, monkeypatch):
         monkeypatch.setattr(kind, name, wrong)
     else:
         late = PieceReuse._repair.__globals__["TwoParts"].late
-        target = "accel.runtime.session.observers._two_parts.TwoParts.late"
+        target = "accel.runtime.session.prompt._two_parts.TwoParts.late"
         monkeypatch.setattr(target, lambda s, at, streams: late(s, at, [x[::-1] for x in streams]))
     with pytest.raises(AssertionError):
         law_share()

@@ -142,7 +142,13 @@ def test_a_session_that_evicts_on_the_way_keeps_what_one_does_at_the_end(statefu
         assert held(session) == held(once) < 40
 
 
-@pytest.mark.parametrize("options", [{"sinks": -1}, {"partition": 1}])
-def test_options_out_of_range_are_refused(options):
-    with pytest.raises(RecipeError, match="kv.score.lagkv: sinks is .* give at least 0 and 2"):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sinks": -1}, "sinks is -1; give at least 0"),
+        ({"partition": 1}, "partition is 1; give 2 to"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, words):
+    with pytest.raises(RecipeError, match=f"kv.score.lagkv: {words}"):
         AXES["score"].build("lagkv", **options)

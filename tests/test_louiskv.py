@@ -232,12 +232,12 @@ def test_every_target_is_that_of_the_oracle():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"boundary": 3.0}, "boundary = 3.0; give a cosine"),
-        ({"boundary": float("nan")}, "boundary = nan"),
-        ({"rounds": -1}, "rounds = -1"),
-        ({"rounds": 1000}, "rounds = 1000"),
-        ({"every": 24}, "every = 24; give a multiple of size = 16"),
-        ({"sinks": 1024}, "sinks = 1024"),
+        ({"boundary": 3.0}, "boundary is 3.0; give -2 to 2"),
+        ({"boundary": float("nan")}, "boundary is nan; give -2 to 2"),
+        ({"rounds": -1}, "rounds is -1; give 0 to 100"),
+        ({"rounds": 1000}, "rounds is 1000; give 0 to 100"),
+        ({"every": 24}, "every is 24; give a multiple of size = 16"),
+        ({"sinks": 1024}, "sinks is 1024; give fewer than tokens_read = 1024"),
     ],
     ids=str,
 )

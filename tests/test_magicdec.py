@@ -225,7 +225,7 @@ def draft(**options):
         ({"draft": {"use": "magicdec", "score": "streaming-llm"}},
          "magicdec drafts by recipe 'magicdec', and takes back what is rejected, but with kv.when = every"),
         ({"draft": {"use": "magicdec", "score": "snap-kv"}}, "snap-kv.*did you mean 'snapkv'"),
-        ({"draft": {"use": "magicdec", "tokens": 0}}, "magicdec: tokens is 0; give at least 1"),
+        ({"draft": {"use": "magicdec", "tokens": 0}}, "draft.magicdec: tokens is 0; give 1 to 16777216"),
         ({"draft": {"use": "magicdec"}, "tree": {"use": "static"}}, "magicdec cannot be combined with tree = static"),
         (draft(recipe="h2o"), "h2o', and takes back what is rejected, but with"),
         (draft(recipe="int4"), "draft = model drafts by the model's own weights, and recipe 'int4' sets others"),

@@ -17,7 +17,7 @@ import pytest
 
 from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
-from accel.ir.errors import PassError
+from accel.ir.errors import PassError, RecipeError
 from accel.ir.recipe import Recipe
 
 from .kv_slots import choose, slots
@@ -170,3 +170,18 @@ def test_another_checkout_is_not_written_to(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["new.py", "kv.score", "my-score"])
     assert new.main() == 2
     assert "run tools/new.py of that checkout" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_method_like_a_search_goes_where_searches_are():
+    made = new.files_of(AXES["loop"], NAME, "beam-patience")
+    folders = {path.parent.name for path in made if path.suffix == ".toml"}
+    (test,) = (text for path, text in made.items() if path.name == f"test_{STEM}.py")
+    assert folders == {"search"} and "plain_decoding" not in test
+    (plain,) = (
+        text
+        for path, text in new.files_of(AXES["loop"], NAME).items()
+        if path.name == f"test_{STEM}.py"
+    )
+    assert "plain_decoding" in plain, "the control"
+    with pytest.raises(RecipeError, match="did you mean 'beam-patience'"):
+        new.files_of(AXES["loop"], NAME, "beam-patiense")

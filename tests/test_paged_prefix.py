@@ -9,8 +9,8 @@ import torch
 
 import accel
 from accel.compiler.pipeline import pipeline
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import AccelError, PassError, RecipeError
-from accel.ir.facts import EncoderFacts
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.kv._shared.paged import Paged
@@ -19,7 +19,7 @@ from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.kv.reuse.paged_prefix import PagedPrefix
 from accel.runtime.serve.engine import Engine, Request
 from accel.runtime.session.core import SessionCore
-from accel.runtime.session.observers.prefix_cache import PrefixCache
+from accel.runtime.session.prompt.prefix_cache import PrefixCache
 
 from .prefill_case import built as made
 from .reuse_case import BLOCK, close, named, shared
@@ -295,7 +295,7 @@ def test_a_layer_that_is_left_out_is_refused(build):
 
 def test_options_that_mean_nothing_are_refused():
     for options in ({"block": 0}, {"blocks": -1}):
-        with pytest.raises(RecipeError, match="give 1 or more"):
+        with pytest.raises(RecipeError, match="blocks? is .*; give 1 to "):
             PagedPrefix(**options)
 
 

@@ -9,10 +9,11 @@ from accel.passes.kv.refine.chunkkv import ChunkKV
 from accel.passes.kv.refine.scope import Scope
 from accel.passes.kv.refine.shotkv import ShotKV
 from accel.runtime.kv.budget.phases import Phases
-from accel.runtime.session.observers._marks import Marks
+from accel.runtime.session.state._marks import Marks
 
 from .kv_case import close, decoded, evicting, kept, state, table
 from .kv_slots import AXES, B, G, build, choose, sets, slots
+from .runtime.test_rows import growing
 
 _MADE = {}
 PROMPT, KEPT, NEW, RECENT = 30, 10, 6, 3
@@ -49,9 +50,9 @@ def numbers(*values):
 def test_a_prompt_is_all_until_it_is_whole():
     marks = Marks.new(2)
     assert marks.prompts(numbers(7, 0)).tolist() == [7, 0]
-    marks = marks.begun(numbers(0, 0), numbers(9, 4), False).ended(numbers(9, 4))
+    marks = marks.begun(growing(numbers(0, 0), numbers(9, 4))).ended(numbers(9, 4))
     assert marks.prompts(numbers(12, 4)).tolist() == [9, 4]
-    marks = marks.begun(numbers(12, 4), numbers(13, 9), False)  # the second row's next prompt
+    marks = marks.begun(growing(numbers(12, 4), numbers(13, 9)))  # the second row's next prompt
     assert marks.prompts(numbers(13, 9)).tolist() == [9, 9]
     marks = marks.ended(numbers(13, 9))
     assert marks.prompts(numbers(14, 10)).tolist() == [9, 9], "a generated token is no prompt"
@@ -63,14 +64,14 @@ def test_a_prompt_is_all_until_it_is_whole():
 
 def test_units_and_the_question_lie_at_their_positions():
     marks = Marks.new(2).coming([[0, 0, 1], [4, -1, 9]], [-1, 1], [3, 2])
-    marks = marks.begun(numbers(0, 5), numbers(3, 7), False)
+    marks = marks.begun(growing(numbers(0, 5), numbers(3, 7)))
     found = marks.inputs(("units", "question", "prompt"), numbers(3, 7))
     assert found["units"].tolist() == [[0, 0, 1, -1, -1, -1, -1], [-1] * 5 + [4, -1]]
     assert found["question"].tolist() == [-1, 6] and found["prompt"].tolist() == [3, 7]
     back = marks.rewound(numbers(1, 6)).inputs(("units", "question"), numbers(1, 6))
     assert back["units"][:, :6].tolist() == [[0] + [-1] * 5, [-1] * 5 + [4]]
     assert back["question"].tolist() == [-1, -1]
-    again = marks.coming([[7], [7]], None, None).begun(numbers(3, 7), numbers(4, 8), False)
+    again = marks.coming([[7], [7]], None, None).begun(growing(numbers(3, 7), numbers(4, 8)))
     assert again.units[0].tolist()[:4] == [0, 0, 1, 7] and again.units[1, 7] == 7
     assert marks.units[0].tolist()[:4] == [0, 0, 1, -1], "a fork's marks are its own"
 
@@ -162,10 +163,13 @@ def test_heads_say_what_the_host_does():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"recent": 0}, "recent is 0 and decode_kept 1024; give at least 1"),
-        ({"decode_kept": 100}, "recent is 256 and decode_kept 100"),
-        ({"decode_ratio": 1.0}, "decode_ratio is 1.0; give the fraction"),
-        ({"longest": 9, "decode_ratio": 0.5}, "longest is 9 and decode_ratio 0.5; .*only one"),
+        ({"recent": 0}, "recent is 0; give at least 1"),
+        ({"decode_kept": 100}, "recent is 256, more than are kept; give at most decode_kept = 100"),
+        ({"decode_ratio": 1.0}, "decode_ratio is 1.0; give at least 0 and less than 1"),
+        (
+            {"longest": 9, "decode_ratio": 0.5},
+            "longest is 9 and decode_ratio 0.5; give one of them",
+        ),
     ],
 )
 def test_budgets_out_of_range_are_refused(options, message):

@@ -12,7 +12,7 @@ from accel.ir.recipe import Recipe
 from accel.passes.kv._shared.shift import Shift
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.session.observers import edits
+from accel.runtime.session.modes import edits
 
 from .reuse_case import close
 from .session_case import session_of

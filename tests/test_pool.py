@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from accel.runtime.session.observers._pool import ROOT, Pool
+from accel.runtime.session.prompt._pool import ROOT, Pool
 
 SIZE, TOTAL = 2, 4
 

@@ -8,7 +8,7 @@ import pytest
 
 import accel
 from accel.ir.errors import AccelError
-from accel.runtime.session.observers.prompt_ranks import PromptRanks
+from accel.runtime.session.prompt.ranks import PromptRanks
 
 from .laws.test_prefill_ranks import FORMS, prompted
 from .prefill_case import LENGTHS, TOKENS, built, far

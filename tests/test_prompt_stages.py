@@ -235,12 +235,12 @@ def test_what_lazyllm_computes_is_less_than_the_prompt_in_every_layer():
         ("fastkv", {"window": 0}, "window is 0"),
         ("fastkv", {"share": 1.5}, "share is 1.5; give more than 0 and at most 1"),
         ("fastkv", {"share": float("nan")}, "share is nan"),
-        ("lazyllm", {"stages": 0}, "stages is 0; give 1 or more"),
+        ("lazyllm", {"stages": 0}, "stages is 0; give 1 to 64"),
         ("lazyllm", {"spacing": 0.0}, "spacing is 0"),
         ("lazyllm", {"stages": 4}, "4 stages with a spacing of 0.3 go beyond the last layer"),
         ("spatten", {"heads": 0.0}, "heads is 0.0; give more than 0 and at most 1"),
         ("spatten", {"dense": 0}, "dense is 0"),
-        ("spatten", {"recent": -1}, "recent -1"),
+        ("spatten", {"recent": -1}, "recent is -1; give at least 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(name, options, words):

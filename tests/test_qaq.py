@@ -196,11 +196,11 @@ def test_graphs_give_what_the_oracle_does_in_the_bytes_of_the_formula(monkeypatc
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"error": 0.0}, "error is 0.0; give a number above 0"),
+        ({"error": 0.0}, "error is 0.0; give more than 0"),
         ({"least_bits": 3}, "least_bits is 3; give 1, 2, 4 or 8"),
         ({"least_bits": 8}, "least_bits is 8, more than most_bits, 4"),
-        ({"outliers": 1.0}, "outliers is 1.0; give a share"),
-        ({"window": 0}, "window is 0; give at least 1"),
+        ({"outliers": 1.0}, "outliers is 1.0; give at least 0 and less than 1"),
+        ({"window": 0}, "window is 0; give 1 to 1024"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -17,8 +17,8 @@ from accel.ir.ops import recurrence
 from accel.passes.check import NumericCheck
 from accel.passes.state.cache import Cache, mixes_tokens
 from accel.runtime.session import core
-from accel.runtime.session.observers import recurrent_history as past
 from accel.runtime.session.session import Session
+from accel.runtime.session.state import recurrent_history as past
 
 from .op_cases import CASES, randn
 
@@ -303,12 +303,12 @@ class NeverGoesBack(Broken):
 
 
 class PaddingIsReal(Broken):
-    def step(self, tokens, positions, slots, rows, observe=False, tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None):
         return self.inner.step(tokens, np.abs(positions), slots, rows)
 
 
 class TakesNoTurns(Broken):
-    def step(self, tokens, positions, slots, rows, observe=False, tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None):
         out = self.inner.step(tokens, positions, slots, rows)
         self.inner._swap()
         return out

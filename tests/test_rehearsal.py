@@ -13,7 +13,7 @@ from accel.passes.kv.score import laq
 from accel.passes.kv.score.kvzip import KVzip
 from accel.passes.kv.score.laq import LAQ
 from accel.runtime.kv.budget.simlayerkv import SimLayerKV
-from accel.runtime.session.observers.eviction import EvictionState
+from accel.runtime.session.state.eviction import EvictionState
 
 from .kv_case import close, decoded, evicting, kept, recipe, state
 from .kv_slots import AXES, SCALE, B, G, build, choose, sets, slots
@@ -101,7 +101,7 @@ def test_generated_tokens_are_not_repeated(case):
     tokens, session = one.tokens(1, 40), one.session(1)
     session.prompt(tokens[:, :30])
     decoded(session, tokens[:, 30:35])
-    assert session.observer(EvictionState)._prompt.tokens is None
+    assert session.observer(EvictionState)._prompt.tokens.size == 0
 
 
 @pytest.mark.long
@@ -330,10 +330,15 @@ def test_sessions_of_lazy_layers_hold_less(stateful):
 @pytest.mark.parametrize(
     "axis, name, options, message",
     [
-        ("score", "laq", {"recent": 40}, "no more recent tokens than the window"),
-        ("score", "laq", {"kernel": 4}, "kernel is 4; give an odd kernel"),
-        ("budget", "simlayerkv", {"threshold": 1.5}, "threshold is 1.5; give a share"),
-        ("budget", "simlayerkv", {"recent": 0}, "recent 0; give at least 0 and 1"),
+        (
+            "score",
+            "laq",
+            {"recent": 40},
+            "recent is 40, more than window = 32; give at most that many",
+        ),
+        ("score", "laq", {"kernel": 4}, "kernel is 4; give an odd number, 1 to 63"),
+        ("budget", "simlayerkv", {"threshold": 1.5}, "threshold is 1.5; give 0 to 1"),
+        ("budget", "simlayerkv", {"recent": 0}, "recent is 0; give at least 1"),
     ],
 )
 def test_options_out_of_range_are_refused(axis, name, options, message):

@@ -212,7 +212,7 @@ def test_a_build_refuses_one_that_is_not_there():
 
 def test_bad_options():
     for options, words in [
-        ({"nodes": 0}, "nodes is 0; give at least 1"),
+        ({"nodes": 0}, "nodes is 0; give 1 to 512"),
         ({"span": 1}, "span is 1 and least 2; give span >= least"),
     ]:
         with pytest.raises(RecipeError, match=f"draft.rest: {words}"):

@@ -346,8 +346,8 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"window": 0}, "window = 0; give 1..32"),
-        ({"window": 33}, "at most 32"),
+        ({"window": 0}, "loop.retro-attention: window is 0; give 1 to 32"),
+        ({"window": 33}, "loop.retro-attention: window is 33; give 1 to 32"),
         ({"window": 2.5}, "not int"),
     ],
     ids=str,

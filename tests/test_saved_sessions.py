@@ -25,17 +25,17 @@ from accel.ir.facts import Facts
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.model.requests import prompt_behind
+from accel.runtime.rows import declared
 from accel.runtime.session import file as session_file
 from accel.runtime.session.core import SessionCore
 from accel.runtime.session.observers import observer_classes
-from accel.runtime.session.observers._marks import Marks
-from accel.runtime.session.observers.eviction import EvictionState
-from accel.runtime.session.observers.observer import SessionObserver
+from accel.runtime.session.state._marks import Marks
 
 from .diffusion_case import LONGEST, MASK, Filler
 from .kv_case import evicting
 from .laws.test_invariants import METHODS, tables
 from .prefill_case import built
+from .runtime.test_rows import growing
 from .test_encoder_decoder import make
 from .test_session_capabilities import CASES
 from .trust.conftest import Mutated
@@ -165,12 +165,9 @@ def test_every_observer_is_saved(model):
     names = [name for name in NAMES if name not in LIKE_OTHERS]
     seen = {type(one) for name in names for one in model(name).session(2)._core.observers}
     unseen = {
-        kind.__name__
-        for kind in set(observer_classes()) - seen
-        if kind.restore is not SessionObserver.restore
+        kind.__name__ for kind in set(observer_classes()) - seen if declared(kind) != ({}, [])
     }
     assert not unseen
-    assert all(kind.numbers is not SessionObserver.numbers for kind in observer_classes())
 
 
 @pytest.mark.few(3)
@@ -184,18 +181,6 @@ def test_the_law_catches_an_observer_that_forgets(model, name, kind, tmp_path, m
     monkeypatch.setattr(cls, "restore", lambda self, backend, numbers, lengths: None)
     with pytest.raises((AssertionError, IndexError, ValueError, RuntimeError, AccelError)):
         law(model(name), tmp_path / "one.session")
-
-
-@pytest.mark.long
-def test_an_observer_that_cannot_be_saved_is_named(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(EvictionState, "numbers", SessionObserver.numbers)
-    with begun(model("snapkv")) as session:
-        with pytest.raises(
-            SavedSessionError, match="a session with EvictionState cannot be saved yet"
-        ):
-            session.save(tmp_path / "one.session")
-        session.run(TOKENS[:, [40]])
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -458,11 +443,15 @@ def test_no_prompt_behind_a_session_is_named():
 
 def test_marks_of_the_next_call_are_saved():
     marks = Marks.new(2).coming([[0, 1, 1], [2, -1, -1]], [2, -1], [3, 1])
-    again = Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([7, 5]), False)
+    again = (
+        Marks.new(2).restored(marks.numbers()).begun(growing(np.array([4, 4]), np.array([7, 5])))
+    )
     assert again.units[:, 4:].tolist() == [[0, 1, 1], [2, -1, -1]]
-    assert again.question.tolist() == [6, -1] and Marks.of(again.numbers()).next is None
+    assert (
+        again.question.tolist() == [6, -1] and Marks.new(2).restored(again.numbers()).next is None
+    )
     with pytest.raises(InputError, match="3 tokens of row 0 are marked, but the call has 1"):
-        Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([5, 5]), False)
+        Marks.new(2).restored(marks.numbers()).begun(growing(np.array([4, 4]), np.array([5, 5])))
 
 
 # Rows

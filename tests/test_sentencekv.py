@@ -10,10 +10,11 @@ from accel.ir.ops.attention import Form
 from accel.passes.kv.score.snapkv import SnapKV
 from accel.passes.kv.select._units import marked
 from accel.passes.kv.select.sentencekv import Sentencekv
-from accel.runtime.session.observers.units import UnitGroups
+from accel.runtime.session.state.units import UnitGroups
 
 from .kv_slots import SCALE, named, slots
 from .laws.test_kv_select import lists
+from .runtime.test_rows import growing
 from .select_case import Selecting, built, law_every_target, llama, singles
 
 B, T, H, G, C, D = 2, 14, 4, 2, 64, 6
@@ -147,13 +148,13 @@ def test_a_session_says_what_lies_together():
     observer = UnitGroups(built("sentencekv", end_ids=list(ENDS)).plan, 2)
     tokens = np.array([[1, 1, 4, 2, 2, 9, 9, 3], [4, 1, 1, 1, 1, 1, 0, 0]])
     places = np.where(np.arange(8) < np.array([8, 6])[:, None], np.arange(8), -1)
-    observer.begin(None, numbers(0, 0), numbers(8, 6), None, None, False)
+    observer.begin(None, growing(numbers(0, 0), numbers(8, 6)))
     observer.after(tokens, places, {})
     told = observer._together(numbers(2, 0), numbers(6, 5))
     assert told.tolist() == [[0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 0]]
     observer.rewind(None, numbers(3, 2), numbers(8, 6))
     assert observer.mark([[7, 7, 8], [-1, 8, 8]], None, None)
-    observer.begin(None, numbers(3, 2), numbers(6, 5), None, None, False)
+    observer.begin(None, growing(numbers(3, 2), numbers(6, 5)))
     observer.after(np.full((2, 3), 1), np.array([[3, 4, 5], [2, 3, 4]]), {})
     told = observer._together(numbers(2, 0), numbers(4, 5))
     assert told.tolist() == [[0, 1, 1, 2, 0], [0, 1, 1, 2, 2]]
@@ -195,7 +196,7 @@ def test_a_failed_call_takes_its_marks_back(case):
         session.prompt(tokens[:, :30])
         (observer,) = (o for o in session._core.observers if isinstance(o, UnitGroups))
         observer.mark([[0] * 4], None, None)
-        observer.begin(None, numbers(30), numbers(34), None, None, False)
+        observer.begin(None, growing(numbers(30), numbers(34)))
         observer.undo(None, numbers(30))
         assert (observer._marks.units == -1).all()
 
@@ -274,11 +275,11 @@ def test_an_id_beyond_the_vocabulary_is_refused(stateful):
     ("options", "why"),
     [
         ({"ends": " "}, "ends names no token"),
-        ({"end_ids": 3}, "end_ids = 3; give a list of token ids"),
-        ({"end_ids": [3, -1]}, r"end_ids = \[3, -1\]; give a list of token ids"),
+        ({"end_ids": 3}, "end_ids is 3; give a list of token ids, 0 or more"),
+        ({"end_ids": [3, -1]}, r"end_ids is \[3, -1\]; give a list of token ids, 0 or more"),
         ({"end_ids": [True]}, "end_ids"),
-        ({"every": 24}, "every = 24; give a multiple of size = 16"),
-        ({"sinks": 1024}, "sinks = 1024"),
+        ({"every": 24}, "every is 24; give a multiple of size = 16"),
+        ({"sinks": 1024}, "sinks is 1024; give fewer than tokens_read = 1024"),
     ],
     ids=str,
 )

@@ -14,12 +14,13 @@ from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.loop.speculative import reach
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session import core
-from accel.runtime.session.observers.block_codec import BlockCodecState
-from accel.runtime.session.observers.eviction import EvictionState
 from accel.runtime.session.observers.observer import Capabilities
+from accel.runtime.session.state.block_codec import BlockCodecState
+from accel.runtime.session.state.eviction import EvictionState
 
 from .kv_case import EVICTING, evicting, recipe, table
 from .prefill_case import built, far
+from .runtime.test_rows import hidden
 
 PROMPT, AFTER, BLOCK = 24, 36, 8
 CALLS = [9, 3, 1, 1, 1, 1, 4]  # tokens of the calls that are taken back
@@ -230,6 +231,15 @@ def test_a_session_does_what_it_says(prompted, name):
     assert session.capabilities == replace(CASES[name][1], chunks=name in CHUNKS)
     for law in LAWS:
         law(session, session.capabilities)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_session_knows_of_its_rows_is_declared(prompted, name):
+    session = prompted(name).fork()
+    session.select([0] * 7)  # nothing else has this size
+    session.run(np.repeat(TOKENS[:, PROMPT : PROMPT + 1], 7, 0))
+    assert not [(type(one), hidden(one, 7)) for one in session._core.observers if hidden(one, 7)]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,9 +12,7 @@ from accel.ir.state import Part, name_of
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.backends.onnx.session import OrtSession
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.session.observers import observer_classes
-from accel.runtime.session.observers.observer import SessionObserver
-from accel.runtime.session.observers.prefix_cache import PrefixCache
+from accel.runtime.session.prompt.prefix_cache import PrefixCache
 
 from .kv_case import evicting
 from .prefill_case import built, far
@@ -167,12 +165,6 @@ def test_rows_of_an_encoder_decoder_are_refused():
             InputError, match="rows cannot join sessions of this model .EncoderInput"
         ):
             session.join(other)
-
-
-def test_every_observer_of_rows_can_join():
-    for kind in observer_classes():
-        knows_rows = kind.select is not SessionObserver.select
-        assert knows_rows == (kind.join is not SessionObserver.join), kind.__name__
 
 
 def test_joining_copies_the_rows_that_join():

@@ -19,7 +19,7 @@ from accel.compiler.smoke.source import small_model
 from accel.compiler.smoke.tiny_models import small_config
 from accel.passes.check import NumericCheck
 from accel.passes.weights.float16 import Float16
-from accel.runtime.session.observers.canvas import CanvasState
+from accel.runtime.session.modes.canvas import CanvasState
 
 
 def call(*arguments):

@@ -192,10 +192,10 @@ def test_a_codec_has_keys_of_its_own():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"bits": 3}, "bits = 3; give 1, 2, 4 or 8"),
-        ({"group": 24}, "group = 24; give a power of two up to 128"),
-        ({"group": 0}, "group = 0"),
-        ({"tokens_read": -1}, "tokens_read = -1; give 0 or more"),
+        ({"bits": 3}, "kv.select.specache: bits is 3; give 1, 2, 4 or 8"),
+        ({"group": 24}, "kv.select.specache: group is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+        ({"group": 0}, "kv.select.specache: group is 0; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+        ({"tokens_read": -1}, "kv.select.specache: tokens_read is -1; give at least 0"),
         ({"bit": 2}, "did you mean 'bits'"),
     ],
     ids=str,

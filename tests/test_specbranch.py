@@ -164,7 +164,7 @@ def test_what_it_needs_is_built_or_said():
     )
     assert "draft" not in _recipe(assemble(Recipe.load("pearl"))).tables
     for options, words in (({"branches": 0}, "branches is 0"), ({"ahead": 0}, "ahead is 0"),
-                           ({"threshold": 1.0}, "threshold is 1.0; give a probability")):  # fmt: skip
+                           ({"threshold": 1.0}, "threshold is 1.0; give at least 0 and less than 1")):  # fmt: skip
         with pytest.raises(RecipeError, match=f"loop.specbranch: {words}"):
             Specbranch(**options)
     with (

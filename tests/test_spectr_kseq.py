@@ -115,7 +115,7 @@ def test_widths():
             "verify = spectr-kseq cannot be combined with tree = sequoia: .* drawn independently of each other, or "
             "chosen; leave one of the two out .the nearest recipe that works: ",
         ),
-        ({"tree": {"use": "independent-chains", "chains": 0}}, "chains is 0; give at least 1"),
+        ({"tree": {"use": "independent-chains", "chains": 0}}, "chains is 0; give 1 to 64"),
         ({"tree": {"use": "specinfer-tree", "widths": [1, 0]}}, r"widths are \[1, 0\]; give the"),
         ({"tree": {"use": "specinfer-tree", "widths": [9] * 9}}, "make more than 512 nodes"),
         ({"tree": {"use": "specinfer-tree", "widths": "13"}}, "widths are '13'"),

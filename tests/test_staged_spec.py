@@ -88,8 +88,8 @@ def test_what_was_looked_up_may_not_count_without_a_draw(monkeypatch):
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"draft": {"ngram": 0}}, "staged-spec: ngram is 0; give at least 1"),
-        ({"draft": {"ahead": -1}}, "staged-spec: ahead is -1; give at least 0"),
+        ({"draft": {"ngram": 0}}, "staged-spec: ngram is 0; give 1 to 64"),
+        ({"draft": {"ahead": -1}}, "staged-spec: ahead is -1; give 0 to 64"),
         (
             {"draft": {}, "tree": {"use": "static"}},
             "draft = staged-spec cannot be combined with tree",

@@ -195,7 +195,7 @@ def test_a_template_that_is_none(tmp_path, text, why):
 
 def test_bad_options():
     for options, why in [
-        ({"kept": 0}, "kept is 0; give at least 1"),
+        ({"kept": 0}, "kept is 0; give 1 to 64"),
         ({"bytes": 100}, "bytes is 100; give at least"),
     ]:
         with pytest.raises(RecipeError, match=f"draft.stand: {why}"):

@@ -141,9 +141,9 @@ def test_what_it_takes_and_goes_with():
     for options, words in [
         ({"alpha": -1.0}, "alpha is -1.0; give at least 0"),
         ({"alpha": float("inf")}, "alpha is inf"),
-        ({"offset": float("nan")}, "offset is nan; give a number of tokens"),
-        ({"depth": 0}, "depth is 0; give at least 1"),
-        ({"min_prob": 0.0}, "min_prob is 0.0; give a value above 0"),
+        ({"offset": float("nan")}, "offset is nan; give a finite number"),
+        ({"depth": 0}, "depth is 0; give 1 to 1024"),
+        ({"min_prob": 0.0}, "min_prob is 0.0; give more than 0"),
     ]:
         with pytest.raises(RecipeError, match=words):
             SuffixTree(**options)

@@ -21,8 +21,8 @@ from accel.passes.kv.score.q_filter import QFilter
 from accel.passes.trained import constants, sample, write
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when.prompt import Prompt
-from accel.runtime.session.observers._kv_plan import KvPlan
-from accel.runtime.session.observers.eviction import EvictionState
+from accel.runtime.session.state._kv_plan import KvPlan
+from accel.runtime.session.state.eviction import EvictionState
 
 from .kv_case import evicting, kept, recipe
 from .kv_slots import C, D, G, choose, sets, slots

@@ -214,10 +214,16 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"page": 16}, "page = 16.*leave page out"),
-        ({"again": 2}, "again = 2; give a layer after the first that chooses, 2"),
-        ({"dense_layers": 9}, "again = 9"),
-        ({"tokens_read": 0}, "tokens_read = 0"),
+        ({"page": 16}, "kv.select.tidaldecode: page is 16; give 1"),
+        (
+            {"again": 2},
+            r"kv.select.tidaldecode: again is 2; give a layer after the first that chooses, 2 \(dense_layers\)",
+        ),
+        (
+            {"dense_layers": 9},
+            r"kv.select.tidaldecode: again is 9; give a layer after the first that chooses, 9 \(dense_layers\)",
+        ),
+        ({"tokens_read": 0}, "kv.select.tidaldecode: tokens_read is 0; give at least 1"),
     ],
     ids=str,
 )

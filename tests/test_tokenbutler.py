@@ -315,9 +315,9 @@ def test_no_list_needs_what_a_layer_computes(stateful):
     ("options", "why"),
     [
         ({"page": 16}, "page"),
-        ({"sinks": -1}, "sinks = -1; give 0 or more"),
-        ({"tokens_read": 0}, "tokens_read = 0"),
-        ({"dense_layers": -1}, "dense_layers = -1"),
+        ({"sinks": -1}, "kv.select.tokenbutler: sinks is -1; give at least 0"),
+        ({"tokens_read": 0}, "kv.select.tokenbutler: tokens_read is 0; give at least 1"),
+        ({"dense_layers": -1}, "kv.select.tokenbutler: dense_layers is -1; give at least 0"),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from accel.ir.ops.rope import rope
 from accel.passes.kv.select.tokenselect import Tokenselect
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.session.observers.choice import ChoiceMemory
+from accel.runtime.session.state.choice import ChoiceMemory
 
 from .select_case import Selecting, built, singles
 
@@ -193,11 +193,11 @@ def test_without_reuse_nothing_is_remembered(stateful):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"sinks": -1}, "sinks = -1"),
-        ({"window": 0}, "window = 0"),
-        ({"tokens_read": 0}, "tokens_read = 0"),
-        ({"reuse": -1.5}, "reuse = -1.5"),
-        ({"reuse": float("nan")}, "reuse = nan"),
+        ({"sinks": -1}, "kv.select.tokenselect: sinks is -1; give at least 0"),
+        ({"window": 0}, "kv.select.tokenselect: window is 0; give at least 1"),
+        ({"tokens_read": 0}, "kv.select.tokenselect: tokens_read is 0; give at least 1"),
+        ({"reuse": -1.5}, "kv.select.tokenselect: reuse is -1.5; give at least -1"),
+        ({"reuse": float("nan")}, "kv.select.tokenselect: reuse is nan; give at least -1"),
         ({"page": 16}, "page"),
     ],
     ids=str,

@@ -5,6 +5,7 @@ import json
 import time
 
 import models
+import onnx
 import pytest
 from typer.testing import CliRunner
 
@@ -125,6 +126,20 @@ def test_the_table_decides_and_the_portable_one_wins_near_ties(artifact, tmp_pat
 def test_decode_weighs_more_than_a_call_that_nobody_makes():
     assert all(cell in WORK for cell in tune.CELLS)
     assert WORK[1, 512] > WORK[128, 512] > WORK[8, 512] == 0
+
+
+@pytest.mark.parametrize(("node", "ahead"), [(tune.NODE, True), (0.0, False)])
+def test_of_equal_kernels_the_graph_of_fewer_nodes_is_taken(artifact, monkeypatch, node, ahead):
+    """A step of small products is as much dispatch as it is products."""
+    monkeypatch.setattr(tune, "_turns", lambda sessions, *_: dict.fromkeys(sessions, 1e-5))
+    monkeypatch.setattr(tune, "NODE", node)
+    graphs = artifact.entries["step"].graphs
+    sizes = {
+        name: len(onnx.load(artifact.path / file, load_external_data=False).graph.node)
+        for name, file in graphs.items()
+    }
+    found = choose(artifact, AUTO, 1)
+    assert found.kernels == (min(sizes, key=sizes.get) if ahead else "grouped")
 
 
 def spoil_time(value):

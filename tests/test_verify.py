@@ -144,7 +144,7 @@ def test_typical_acceptance():
     lengths = [len(path(*chain, epsilon=e, delta=9.0)) for e in (0.0, 0.1, 0.2, 0.4, 1.0)]
     assert lengths == [4, 3, 2, 1, 0]
     for value in (-0.1, math.nan, math.inf):
-        with pytest.raises(RecipeError, match="medusa-typical: delta is .*; give 0 or more"):
+        with pytest.raises(RecipeError, match="medusa-typical: delta is .*; give at least 0"):
             AXIS.build("medusa-typical", delta=value)
 
 

@@ -175,10 +175,11 @@ def test_a_model_without_shared_caches_is_refused_unless_asked():
         built(models.yoco(), "eager", {"prefill.prune": {"use": "yoco", "layers": 2}})
 
 
-@pytest.mark.parametrize("wrong", [{"layers": -1}, {"least": 0}])
-def test_options_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(RecipeError, match="prefill.prune.yoco: layers is"):
-        built(models.yoco(), "eager", {"prefill.prune": {"use": "yoco", **wrong}})
+@pytest.mark.parametrize(("option", "value", "least"), [("layers", -1, 0), ("least", 0, 1)])
+def test_options_that_make_no_sense_are_refused(option, value, least):
+    words = f"prefill.prune.yoco: {option} is {value}; give at least {least}"
+    with pytest.raises(RecipeError, match=words):
+        built(models.yoco(), "eager", {"prefill.prune": {"use": "yoco", option: value}})
 
 
 @pytest.mark.parametrize(

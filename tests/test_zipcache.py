@@ -171,7 +171,7 @@ def test_graphs_give_what_the_oracle_does(built):
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(RecipeError, match="kv.keep.zipcache: ratio is 1.5; give the share"):
+    with pytest.raises(RecipeError, match="kv.keep.zipcache: ratio is 1.5; give 0 to 1"):
         ZipCache(ratio=1.5)
     with pytest.raises(RecipeError, match="kv.keep.zipcache: low_bits is 3; give 2, 4 or 8"):
         ZipCache(low_bits=3)

@@ -1,9 +1,10 @@
 """Start a method: its file, its recipe and its test.
 
-    python tools/new.py AXIS NAME
+    python tools/new.py AXIS NAME [--like METHOD]
 
 The file is made of the axis' `_template.py`: a method that builds and holds the laws of its axis from the first
-minute, to be changed. The test fails until what the paper claims is written there. No other file changes.
+minute, to be changed; its options are printed with their ranges. The test fails until what the paper claims is written
+there. No other file changes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import argparse
 import importlib
 import sys
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
-from accel.ir.axis import Axis, find_axes
+from accel.ir.axis import Axis, find_axes, ranges
 from accel.ir.errors import RecipeError, unknown
 from accel.ir.recipe import Recipe
 
@@ -54,20 +56,26 @@ CLAIM = '''def test_what_the_paper_claims():
 '''
 
 
-def group_of(axis: Axis) -> Path:
-    """The folder of recipes that has most with this axis; for a loop, those of models that are not diffusion's."""
+def group_of(axis: Axis, like: str = "") -> Path:
+    """The folder of recipes that has most with this axis, or with the method `like` of it; for a loop, those of models
+    that are not diffusion's.
+    """
     having = Counter(
         path.parent
         for path in sorted((ROOT / "recipes").glob("*/[!_]*.toml"))
-        if axis.name in Recipe.load(path).tables and path.parent.name != "diffusion"
+        if (table := Recipe.load(path).tables.get(axis.name)) is not None
+        and (table["use"] == like if like else path.parent.name != "diffusion")
     )
     return max(
         having, key=having.__getitem__, default=ROOT / "recipes" / axis.name.partition(".")[0]
     )
 
 
-def files_of(axis: Axis, name: str) -> dict[Path, str]:
-    """Path -> text of all that a new method needs. Raises RecipeError where the axis is of another checkout."""
+def files_of(axis: Axis, name: str, like: str = "") -> dict[Path, str]:
+    """Path -> text of all that a new method needs; its recipe and test are of the kind of the method `like`. Raises
+    RecipeError where there is none such, or the axis is of another checkout.
+    """
+    kind = axis.method(like) if like else None
     folder = Path(importlib.import_module(axis.package).__path__[0]).resolve()
     if not folder.is_relative_to(ROOT):
         raise RecipeError(
@@ -83,15 +91,24 @@ def files_of(axis: Axis, name: str) -> dict[Path, str]:
 
     made = {folder / f"{stem}.py": filled(folder / f"{TEMPLATE}.py")}
     if (recipe := folder / f"{TEMPLATE}.toml").exists():
-        made[group_of(axis) / f"{name}.toml"] = filled(recipe)
+        made[group_of(axis, like) / f"{name}.toml"] = filled(recipe)
     reference = ROOT / "tests" / "references" / axis.name / f"{TEMPLATE}.py"
     if reference.exists():
         made[reference.with_name(f"{stem}.py")] = filled(reference)
     built = "matrix_loops" if axis.name in HOST else "matrix" if recipe.exists() else ""
-    built = "" if axis.name in SERVING else built
+    other = getattr(kind, "searches", False) or getattr(kind, "masked_diffusion", False)
+    built = "" if axis.name in SERVING or other else built  # its tokens are not plain decoding's
     head = f'"""{title}: what it must hold beyond the laws of its axis."""\n\n'
     test = head + (BUILT[built] + CLAIM).format(axis=axis.name, name=name)
     return {**made, ROOT / "tests" / f"test_{stem}.py": test}
+
+
+def options_of(axis: Axis) -> list[str]:
+    """The options of the axis' template, each with its default and range, to be changed."""
+    method = importlib.import_module(f"{axis.package}.{TEMPLATE}").Template
+    allowed = ranges(method)
+    told = {f.name: f"{f.name}: {f.type} = {f.default!r}" for f in fields(method) if f.init}
+    return [text + (f", {allowed[name]}" if allowed[name] else "") for name, text in told.items()]
 
 
 def main() -> int:
@@ -100,6 +117,13 @@ def main() -> int:
     )
     parser.add_argument("axis", help="as recipes name it: kv.score, kv.codec, depth, …")
     parser.add_argument("name", help="of the method, as recipes will name it: my-method")
+    parser.add_argument(
+        "--like",
+        default="",
+        metavar="METHOD",
+        help="a method of the axis: the recipe goes where its recipes are, and the test is of its kind (a search's is "
+        "not compared with plain decoding)",
+    )
     given = parser.parse_args()
     axes = find_axes()
     try:
@@ -107,7 +131,7 @@ def main() -> int:
             raise RecipeError(unknown("axis", given.axis, axes))
         if not given.name.replace("-", "_").isidentifier() or given.name != given.name.lower():
             raise RecipeError(f"'{given.name}' is no name of a method; give one like my-method")
-        made = files_of(axes[given.axis], given.name)
+        made = files_of(axes[given.axis], given.name, given.like)
         if there := [path for path in made if path.exists()]:
             raise RecipeError(f"{there[0].relative_to(ROOT)} is there already; give another name")
     except RecipeError as error:
@@ -117,6 +141,8 @@ def main() -> int:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
+    for option in options_of(axes[given.axis]):
+        print(f"  {option}")
     return 0
 
 

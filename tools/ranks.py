@@ -19,7 +19,7 @@ import numpy as np
 import accel
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.prefill.ranks.kv_runahead import KvRunahead, search
-from accel.runtime.session.observers.prompt_ranks import PromptRanks
+from accel.runtime.session.prompt.ranks import PromptRanks
 
 
 def found(model: CompiledModel, tokens: int, rounds: int, grid: int) -> tuple[list[int], float]:

@@ -16,7 +16,7 @@ from accel.commands.speculation import measure, show
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
-    from accel.ir.facts import EncoderFacts
+    from accel.ir.encoder import EncoderFacts
     from accel.runtime.backends.onnx.backend import OrtBackend
     from accel.runtime.model.compiled import CompiledModel
 
@@ -46,9 +46,44 @@ class Timed:
         self.seconds += time.perf_counter() - start
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """What is measured with --speculation."""
+
+    prompts: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Number of prompts per kind, with --speculation."),
+    ] = 3
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Prompts that run together, with --speculation. May be repeated: three or more are fitted.",
+        ),
+    ] = None
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Another artifact, of the same model with another draft model, with --speculation. May be repeated.",
+        ),
+    ] = None
+    trained: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens that the draft model of each artifact was trained on, in their order.",
+        ),
+    ] = None
+
+
+@options.grouped
 def bench(
     command: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="DIR", help="An artifact.")],
+    *,
     context: Annotated[
         list[int] | None,
         typer.Option(
@@ -70,33 +105,7 @@ def bench(
             help="Compare speculative decoding with plain decoding, by kind of prompt.",
         ),
     ] = False,
-    prompts: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Number of prompts per kind, with --speculation."),
-    ] = 3,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Prompts that run together, with --speculation. May be repeated: three or more are fitted.",
-        ),
-    ] = None,
-    beside: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="Another artifact, of the same model with another draft model, with --speculation. May be repeated.",
-        ),
-    ] = None,
-    trained: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Tokens that the draft model of each artifact was trained on, in their order.",
-        ),
-    ] = None,
+    drafting: Drafting,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
     as_json: options.Json = False,
@@ -111,36 +120,18 @@ def bench(
     """
     from accel.runtime.model.meter import peak_memory
 
+    how = {"tokens": tokens, "repeat": repeat, "threads": threads, "kernels": kernels}
     if speculation:
         if context:
             raise InputError("--context is for random prompts; leave it out with --speculation")
-        paths = [path, *(beside or [])]
-        if trained and len(trained) != len(paths):
-            raise InputError(
-                f"--trained is given {len(trained)} times for {len(paths)} artifacts; give it once for each"
-            )
-        from accel.commands import scaling
-
-        results, points = [], []
-        for i, one in enumerate(paths):
-            for size in batch or [1]:
-                with progress(f"bench {one.name}, batch {size}") as tell:
-                    results.append(
-                        measure(
-                            one,
-                            count=prompts,
-                            tokens=tokens,
-                            repeat=repeat,
-                            batch=size,
-                            threads=threads,
-                            kernels=kernels,
-                            show=tell,
-                        )
-                    )
-                points.append(scaling.point_of(results[-1], trained[i] if trained else None))
-        _told(results, points, as_json)
+        _told(*_drafted([path, *(drafting.beside or [])], drafting, **how), as_json)
         return
-    if batch or beside or trained or options.was_given(command, "prompts"):
+    if (
+        drafting.batch
+        or drafting.beside
+        or drafting.trained
+        or options.was_given(command, "prompts")
+    ):
         raise InputError(
             "--prompts, --batch, --beside and --trained are of --speculation; give that too"
         )
@@ -168,6 +159,27 @@ def bench(
         print_json(result)
     else:
         _show(result)
+
+
+def _drafted(
+    paths: list[Path], drafting: Drafting, **how: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """What drafts gain with each artifact and batch, and the points that are fitted. `how`: as of `measure`."""
+    from accel.commands import scaling
+
+    trained = drafting.trained
+    if trained and len(trained) != len(paths):
+        raise InputError(
+            f"--trained is given {len(trained)} times for {len(paths)} artifacts; give it once for each"
+        )
+    results, points = list[dict[str, Any]](), list[dict[str, float]]()
+    for i, path in enumerate(paths):
+        for rows in drafting.batch or [1]:
+            with progress(f"bench {path.name}, batch {rows}") as tell:
+                given = {"count": drafting.prompts, "batch": rows, "show": tell, **how}
+                results.append(measure(path, **given))
+            points.append(scaling.point_of(results[-1], trained[i] if trained else None))
+    return results, points
 
 
 def _told(results: list[dict[str, Any]], points: list[dict[str, float]], as_json: bool) -> None:

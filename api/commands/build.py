@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,54 @@ Examples:
 """
 
 
+@dataclass(frozen=True)
+class Target:
+    """What the artifact is for."""
+
+    target: Annotated[str, typer.Option(metavar="NAME", help="Target to build for: onnx.")] = "onnx"
+    tokenizer: options.Tokenizer = None
+    max_context: options.MaxContext = 2048
+    max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum batch size.")] = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the build does beside."""
+
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare logits with the model after the passes and in the artifact; measure quantisation loss.",
+        ),
+    ] = True
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Calibration text for weight quantisation and its loss. Default: the bundled text.",
+        ),
+    ] = None
+    merge_adapter: options.MergeAdapter = None
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=DIR",
+            help="LoRA adapter that peft saved, which run --adapter NAME chooses. May be repeated.",
+        ),
+    ] = None
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Measure the tables that the recipe needs and that are not there for this model, on the bundled text. "
+            "What must be trained: accel-compile train.",
+        ),
+    ] = False
+
+
+@options.grouped
 def build(
     model: Annotated[
         Path,
@@ -36,48 +85,14 @@ def build(
             "as they are.",
         ),
     ],
+    *,
     out: Annotated[
         Path,
         typer.Option(metavar="DIR", help="Output folder. An existing artifact there is replaced."),
     ],
     recipe: options.Recipes = None,
-    target: Annotated[
-        str, typer.Option(metavar="NAME", help="Target to build for: onnx.")
-    ] = "onnx",
-    tokenizer: options.Tokenizer = None,
-    max_context: options.MaxContext = 2048,
-    max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum batch size.")] = 8,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify/--no-verify",
-            help="Compare logits with the model after the passes and in the artifact; measure quantisation loss.",
-        ),
-    ] = True,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Calibration text for weight quantisation and its loss. Default: the bundled text.",
-        ),
-    ] = None,
-    merge_adapter: options.MergeAdapter = None,
-    adapters: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter",
-            metavar="NAME=DIR",
-            help="LoRA adapter that peft saved, which run --adapter NAME chooses. May be repeated.",
-        ),
-    ] = None,
-    train: Annotated[
-        bool,
-        typer.Option(
-            "--train",
-            help="Measure the tables that the recipe needs and that are not there for this model, on the bundled text. "
-            "What must be trained: accel-compile train.",
-        ),
-    ] = False,
+    target: Target,
+    work: Work,
     trust_remote_code: options.TrustRemoteCode = False,
     download: options.Download = False,
     dump: Annotated[
@@ -97,20 +112,13 @@ def build(
         compiled = optimize(
             model,
             options.recipe(recipe),
-            target=target,
-            tokenizer=tokenizer,
-            max_context=max_context,
-            max_batch=max_batch,
+            **vars(target),
             out=out,
-            verify=verify,
-            calibration=calibration,
+            **{**vars(work), "adapters": _named(work.adapters or [])},
             progress=watch,
             trust_remote_code=trust_remote_code,
             dump=dump,
             download=download,
-            merge_adapter=merge_adapter,
-            adapters=_named(adapters or []),
-            train=train,
         )
     with compiled:
         if compiled.report.get("loss"):

@@ -29,6 +29,7 @@ Examples:
 _MORE = "\\"  # at the end of a line: the message goes on in the next
 
 
+@options.grouped
 def chat(
     context: typer.Context,
     path: Annotated[
@@ -38,6 +39,7 @@ def chat(
             help="Artifact, model directory, GGUF file or cached repository (org/name).",
         ),
     ],
+    *,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     load: Annotated[
         Path | None,
@@ -55,22 +57,10 @@ def chat(
             help="Maximum number of tokens of an answer. Default: what the context leaves.",
         ),
     ] = None,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
+    sampling: options.Sampling,
     adapter: options.Adapter = None,
-    threads: options.Threads = None,
-    kernels: options.Kernels = "auto",
-    public_key: options.PublicKey = None,
-    recipe: options.Recipes = None,
-    tokenizer: options.Tokenizer = None,
-    max_context: options.MaxContext = 2048,
-    merge_adapter: options.MergeAdapter = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    download: options.Download = False,
+    loading: options.Loading,
+    building: options.Building,
 ) -> None:
     """Talk with a model: messages from the terminal or stdin, a line each.
 
@@ -81,33 +71,18 @@ def chat(
     from accel.runtime.decode.sampling_params import SamplingParams
     from accel.runtime.inputs.chat import check_template
 
-    build: dict[str, Any] = {
-        "recipe": options.recipe(recipe),
-        "tokenizer": tokenizer,
-        "max_context": max_context,
-        "merge_adapter": merge_adapter,
-        "trust_remote_code": trust_remote_code,
-        "download": download,
-    }
     template = None if chat_template is None else {"chat_template": options.template(chat_template)}
     named = None if template is None else template["chat_template"]
     with open_model(
         path,
         context,
         check=lambda config: check_template(config, named),
-        threads=threads,
-        kernels=kernels,
-        public_key=public_key,
-        **build,
+        **vars(loading),
+        **building.options(),
     ) as model:
         params = SamplingParams(
             max_tokens=model.facts.max_context if max_new_tokens is None else max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
+            **vars(sampling),
         )
         with model.chat(system, adapter=adapter, chat_template_kwargs=template) as talk:
             if load is not None:

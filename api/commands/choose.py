@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,25 @@ A line of prompts.jsonl: {"prompt": "The capital of France is", "answer": "Paris
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "": 1}
 
 
+@dataclass(frozen=True)
+class Build:
+    """How each recipe is built."""
+
+    max_context: options.MaxContext = 2048
+    tokenizer: options.Tokenizer = None
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Calibration text for weight quantisation. Default: the bundled text.",
+        ),
+    ] = None
+    threads: options.Threads = None
+    trust_remote_code: options.TrustRemoteCode = False
+    download: options.Download = False
+
+
+@options.grouped
 def choose(
     model: Annotated[
         Path,
@@ -35,6 +55,7 @@ def choose(
             "(org/name).",
         ),
     ],
+    *,
     prompts: Annotated[
         list[Path],
         typer.Option(
@@ -63,18 +84,7 @@ def choose(
     tokens: Annotated[
         int, typer.Option(min=2, metavar="N", help="Number of new tokens per prompt.")
     ] = 32,
-    max_context: options.MaxContext = 2048,
-    tokenizer: options.Tokenizer = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Calibration text for weight quantisation. Default: the bundled text.",
-        ),
-    ] = None,
-    threads: options.Threads = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    download: options.Download = False,
+    build: Build,
     as_json: options.Json = False,
 ) -> None:
     """Find the recipes that suit a model, on this machine and your prompts.
@@ -97,14 +107,7 @@ def choose(
             prompts,
             folder,
             budget=seconds,
-            options=BuildOptions(
-                tokenizer=tokenizer,
-                max_context=max_context,
-                calibration=calibration,
-                threads=threads,
-                trust_remote_code=trust_remote_code,
-                download=download,
-            ),
+            options=BuildOptions(**vars(build)),
             new=tokens,
             recipes=recipe or (),
             progress=show,

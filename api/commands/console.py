@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,19 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     for row in rows:
         shown.add_row(*("" if cell is None else str(cell) for cell in row))
     console().print(shown)
+
+
+def options_table(found: Sequence[Mapping[str, object]]) -> None:
+    """Print the options of a method, as `explain.words.options` gives them."""
+    if found:
+        columns = {
+            "name": "option",
+            "value": ">value",
+            "default": ">default",
+            "type": "type",
+            "range": "range",
+        }
+        table(list(columns.values()), [[one[key] for key in columns] for one in found])
 
 
 def pairs(values: Sequence[tuple[str, object]]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accel.commands import options
-from accel.commands.console import console, pairs, print_json, progress, table
+from accel.commands.console import console, options_table, pairs, print_json, progress, table
 from accel.ir.errors import extra
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _show(e: Explanation, out: Path | None, say: Callable[[str], str]) -> None:
     pairs([
         ("recipe", e.recipe.name),
         ("about", e.recipe.about),
-        *(("paper", paper) for paper in e.recipe.papers),
+        *(("paper", paper) for paper in e.recipe.cited),
         ("model", e.model),
         ("grade", page.grade(e)),
         *(("note", note) for note in e.notes),
@@ -147,8 +147,7 @@ def _show(e: Explanation, out: Path | None, say: Callable[[str], str]) -> None:
         typer.echo(f"\n[{method.axis}] {method.use}: {method.about}")
         if method.details and method.details != method.about:
             typer.echo(f"  {method.details}")
-        if rows := [[o["name"], o["value"], o["default"], o["type"]] for o in method.options]:
-            table(["option", ">value", ">default", "type"], rows)
+        options_table(method.options)
     if e.refused:
         typer.echo(f"\nrefused: {say(' '.join(e.refused.split()))}\n{page.nearest(e)}")
         if e.nearest is not None and e.nearest.recipe is not None:

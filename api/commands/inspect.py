@@ -17,9 +17,9 @@ from accel.ir.facts import FEATURES
 
 if TYPE_CHECKING:
     from accel.ir.depth import Depth
-    from accel.ir.facts import EncoderFacts
+    from accel.ir.encoder import EncoderFacts
     from accel.runtime.artifact.artifact import Artifact
-    from accel.runtime.backends.onnx.tune import Tuning
+    from accel.runtime.backends.tuning import Tuning
     from accel.runtime.decode.costs import Costs
 
 EXAMPLES = """\b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,49 @@ Examples:
 """
 
 
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the file that are read."""
+
+    prompt_column: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Column of prompts: text, token ids, or messages."),
+    ] = "prompt"
+    id_column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Column of ids of rows, which --seed needs."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the work is shared out."""
+
+    actors: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes that each hold a model.")
+    ] = 1
+    cpus: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            help="CPUs and compute threads of each actor. Default: all that Ray has but one, shared out.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Picks:
+    """How tokens are picked, and where texts end."""
+
+    max_new_tokens: options.MaxNewTokens = 64
+    temperature: options.Temperature = 0.0
+    top_k: options.TopK = None
+    top_p: options.TopP = None
+    seed: options.Seed = None
+    stop: options.Stop = None
+
+
+@options.grouped
 def map(
     artifact: Annotated[Path, typer.Argument(metavar="DIR", help="An artifact.")],
     source: Annotated[
@@ -31,30 +75,10 @@ def map(
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Folder to make, with files of the same kind.")
     ],
-    prompt_column: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Column of prompts: text, token ids, or messages."),
-    ] = "prompt",
-    id_column: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Column of ids of rows, which --seed needs."),
-    ] = None,
-    actors: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes that each hold a model.")
-    ] = 1,
-    cpus: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            help="CPUs and compute threads of each actor. Default: all that Ray has but one, shared out.",
-        ),
-    ] = None,
-    max_new_tokens: options.MaxNewTokens = 64,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
+    *,
+    columns: Columns,
+    share: Share,
+    picks: Picks,
 ) -> None:
     """Continue the prompt of each row of a file.
 
@@ -68,14 +92,23 @@ def map(
     from accel.runtime.decode.sampling_params import SamplingParams
 
     params = SamplingParams(
-        max_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop or None,
+        max_tokens=picks.max_new_tokens,
+        temperature=picks.temperature,
+        top_k=picks.top_k,
+        top_p=picks.top_p,
+        seed=picks.seed,
+        stop=picks.stop or None,
     )
-    job = Job(artifact, source, out, prompt_column, id_column, actors, cpus, params)
+    job = Job(
+        artifact,
+        source,
+        out,
+        columns.prompt_column,
+        columns.id_column,
+        share.actors,
+        share.cpus,
+        params,
+    )
     with progress("map") as show:
         rows, failed = job.run(lambda done, total: show(f"{done} of {total} rows", done / total))
     typer.echo(f"{out}: {rows} rows" + (f", {failed} of them with an error" if failed else ""))

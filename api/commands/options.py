@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -117,6 +119,77 @@ MergeAdapter = Annotated[
         help="LoRA or DoRA adapter that peft saved, merged into the weights.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are picked."""
+
+    temperature: Temperature = 0.0
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Seed = None
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How an artifact is opened."""
+
+    threads: Threads = None
+    kernels: Kernels = "auto"
+    public_key: PublicKey = None
+
+
+@dataclass(frozen=True)
+class Building:
+    """How a model that is no artifact is compiled, for this command alone."""
+
+    recipe: Recipes = None
+    tokenizer: Tokenizer = None
+    max_context: MaxContext = 2048
+    merge_adapter: MergeAdapter = None
+    trust_remote_code: TrustRemoteCode = False
+    download: Download = False
+
+    def options(self) -> dict[str, Any]:
+        """As `optimize` takes them."""
+        return {**vars(self), "recipe": recipe(self.recipe)}
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command in whose place the options of a parameter that is a dataclass stand, one for each of its fields."""
+    hints = get_type_hints(command, include_extras=True)
+    shown, groups = list[Parameter](), dict[str, Any]()
+    for name, one in signature(command).parameters.items():
+        if is_dataclass(kind := hints[name]):
+            groups[name] = kind
+            own = get_type_hints(kind, include_extras=True)
+            for field in fields(kind):
+                default = Parameter.empty if field.default is MISSING else field.default
+                shown.append(
+                    Parameter(
+                        field.name,
+                        Parameter.KEYWORD_ONLY,
+                        default=default,
+                        annotation=own[field.name],
+                    )
+                )
+        else:
+            shown.append(one.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
+
+    def run(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {one.name: one.annotation for one in shown}
+    run.__signature__ = Signature(shown)  # type: ignore[attr-defined]
+    return run
+
+
 # an option as errors name it, in Python's words; not a part of a path
 _PYTHON = re.compile(r"(?<![\w/.=-])([a-z]\w*)=(\{[^}]*\}|'[^']*'|[^\s,;:()]+)")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]

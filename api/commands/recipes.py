@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from accel.commands import options
-from accel.commands.console import pairs, print_json, table
+from accel.commands.console import options_table, pairs, print_json
 from accel.ir.errors import extra
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def recipes(
 ) -> None:
     """List all recipes by what they are for, or show one in detail.
 
-    With NAME: its methods, papers, grade, and every option with its default.
+    With NAME: its methods, papers, grade, and every option with its default and range.
     """
     from accel.ir.parts import parts
     from accel.ir.recipe import Recipe, groups
@@ -96,12 +96,11 @@ def _one(recipe: Recipe, as_json: bool) -> None:
         ("recipe", recipe.name),
         ("about", recipe.about),
         ("take it when", recipe.when),
-        *(("paper", paper) for paper in recipe.papers),
+        *(("paper", paper) for paper in recipe.cited),
         ("grade", plan.grade),
         *(("first", f"{one.command} ({one.time})") for one in parts_of(recipe)),
     ])  # fmt: skip
     for axis, method in plan.methods.items():
         typer.echo(f'\n[{axis}]\nuse = "{recipe.tables[axis]["use"]}"')
         typer.echo(f"  {about(method)}")
-        if rows := [[o["name"], o["value"], o["default"], o["type"]] for o in found[axis]]:
-            table(["option", ">value", ">default", "type"], rows)
+        options_table(found[axis])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +37,109 @@ Examples:
 """
 
 
+@dataclass(frozen=True)
+class Given:
+    """What is continued, and kept."""
+
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt text.")] = None
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="File with the prompt. Default: stdin.",
+        ),
+    ] = None
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="1,2,3", help="Prompt as token ids, for models without a tokenizer."),
+    ] = None
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--input",
+            metavar="TEXT|FILE.npy",
+            help="Encoder input of an encoder-decoder model: text, or a .npy file with features or token "
+            "ids. The prompt is then the start of the decoder's output.",
+        ),
+    ] = None
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Go on from a session that --save-session wrote: the prompt follows its tokens.",
+        ),
+    ] = None
+    save_session: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Compute the prompt, save the session to FILE, and stop."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where a text ends."""
+
+    stop: options.Stop = None
+    eos: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--stop-token-ids",
+            "--eos",
+            metavar="ID",
+            help="Stop at this token instead of the model's own. May be repeated.",
+        ),
+    ] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not stop at the model's end-of-sequence token.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class More:
+    """What is given beside one text."""
+
+    samples: Annotated[
+        int,
+        typer.Option("-n", metavar="N", help="Number of samples, with --temperature and --json."),
+    ] = 1
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Give the log-probability of each token and of the N most likely ones; with --json.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the text is to follow."""
+
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="The text is JSON of this schema."
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(metavar="R", help="The text matches this regular expression (Rust's syntax)."),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="The text follows this Lark grammar."
+        ),
+    ] = None
+
+
+@options.grouped
 def run(
     context: typer.Context,
     path: Annotated[
@@ -46,101 +149,16 @@ def run(
             help="Artifact, model directory, GGUF file or cached repository (org/name).",
         ),
     ],
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt text.")] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="File with the prompt. Default: stdin.",
-        ),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(metavar="1,2,3", help="Prompt as token ids, for models without a tokenizer."),
-    ] = None,
-    source: Annotated[
-        str | None,
-        typer.Option(
-            "--input",
-            metavar="TEXT|FILE.npy",
-            help="Encoder input of an encoder-decoder model: text, or a .npy file with features or token "
-            "ids. The prompt is then the start of the decoder's output.",
-        ),
-    ] = None,
-    session: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="Go on from a session that --save-session wrote: the prompt follows its tokens.",
-        ),
-    ] = None,
-    save_session: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Compute the prompt, save the session to FILE, and stop."
-        ),
-    ] = None,
+    *,
+    given: Given,
     adapter: options.Adapter = None,
     max_new_tokens: options.MaxNewTokens = 64,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    eos: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--stop-token-ids",
-            "--eos",
-            metavar="ID",
-            help="Stop at this token instead of the model's own. May be repeated.",
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Do not stop at the model's end-of-sequence token.")
-    ] = False,
-    samples: Annotated[
-        int,
-        typer.Option("-n", metavar="N", help="Number of samples, with --temperature and --json."),
-    ] = 1,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Give the log-probability of each token and of the N most likely ones; with --json.",
-        ),
-    ] = None,
-    json_schema: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", exists=True, dir_okay=False, help="The text is JSON of this schema."
-        ),
-    ] = None,
-    regex: Annotated[
-        str | None,
-        typer.Option(metavar="R", help="The text matches this regular expression (Rust's syntax)."),
-    ] = None,
-    grammar: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", exists=True, dir_okay=False, help="The text follows this Lark grammar."
-        ),
-    ] = None,
-    threads: options.Threads = None,
-    kernels: options.Kernels = "auto",
-    public_key: options.PublicKey = None,
-    recipe: options.Recipes = None,
-    tokenizer: options.Tokenizer = None,
-    max_context: options.MaxContext = 2048,
-    merge_adapter: options.MergeAdapter = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    download: options.Download = False,
+    sampling: options.Sampling,
+    ends: Ends,
+    more: More,
+    structure: Structure,
+    loading: options.Loading,
+    building: options.Building,
     as_json: options.Json = False,
 ) -> None:
     """Continue a prompt and stream the text.
@@ -150,58 +168,43 @@ def run(
     """
     from accel.runtime.decode.sampling_params import SamplingParams
 
-    if not as_json and (samples > 1 or logprobs is not None):
+    if not as_json and (more.samples > 1 or more.logprobs is not None):
         raise typer.BadParameter("-n and --logprobs give more than a text; add --json")
-    given = _prompt(prompt, prompt_file, tokens, needed=source is None)
+    prompt = _prompt(given.prompt, given.prompt_file, given.tokens, needed=given.source is None)
     params = SamplingParams(
         max_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop or None,
-        stop_token_ids=eos or (),
-        ignore_eos=ignore_eos or bool(eos),
-        n=samples,
-        logprobs=logprobs,
-        structured_outputs=_structure(json_schema, regex, grammar),
+        **vars(sampling),
+        stop=ends.stop or None,
+        stop_token_ids=ends.eos or (),
+        ignore_eos=ends.ignore_eos or bool(ends.eos),
+        n=more.samples,
+        logprobs=more.logprobs,
+        structured_outputs=_structure(structure.json_schema, structure.regex, structure.grammar),
     )
     settings: dict[str, Any] = {
-        "encoder_input": None if source is None else _source(source),
+        "encoder_input": None if given.source is None else _source(given.source),
         "adapter": adapter,
         "sampling_params": params,
     }
-    build: dict[str, Any] = {
-        "recipe": options.recipe(recipe),
-        "tokenizer": tokenizer,
-        "max_context": max_context,
-        "merge_adapter": merge_adapter,
-        "trust_remote_code": trust_remote_code,
-        "download": download,
-    }
-    opened = open_model(
-        path, context, threads=threads, kernels=kernels, public_key=public_key, **build
-    )
+    opened = open_model(path, context, **vars(loading), **building.options())
     with opened as model:
-        if save_session is not None:
-            if session is not None:
+        if given.save_session is not None:
+            if given.session is not None:
                 raise typer.BadParameter("--session and --save-session: use one of them")
-            with model.prompt_session(given, adapter=adapter) as held:
-                held.save(save_session)
-        elif session is not None:
-            if samples > 1:
+            with model.prompt_session(prompt, adapter=adapter) as held:
+                held.save(given.save_session)
+        elif given.session is not None:
+            if more.samples > 1:
                 raise typer.BadParameter("--session gives one sample; leave -n out")
-            with model.open_session(session) as held:
-                _stream(model, given, {**settings, "session": held}, as_json)
+            with model.open_session(given.session) as held:
+                _stream(model, prompt, {**settings, "session": held}, as_json)
         elif as_json:
-            out = model.generate(given, **settings)
-            found = [_found(out, i) for i in range(samples)]
-            shown = found[0] if samples == 1 else {"samples": found}
+            out = model.generate(prompt, **settings)
+            found = [_found(out, i) for i in range(more.samples)]
+            shown = found[0] if more.samples == 1 else {"samples": found}
             print_json({**shown, "stats": out.stats})
         else:
-            _stream(model, given, settings)
+            _stream(model, prompt, settings)
 
 
 def _structure(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,17 +20,16 @@ Examples:
 """
 
 
-def serve(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR...", help="Artifacts. A model's id is the name of its folder."),
-    ],
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen on.")
-    ] = "127.0.0.1",
+@dataclass(frozen=True)
+class Address:
+    """Where clients reach the server."""
+
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 takes any that is free.")
-    ] = 8000,
+    ] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -37,7 +37,13 @@ def serve(
             metavar="KEY",
             help="Ask clients for this key under /v1. Default: ask for none.",
         ),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What clients may ask for."""
+
     max_batch: Annotated[
         int | None,
         typer.Option(
@@ -45,19 +51,19 @@ def serve(
             metavar="N",
             help="Most texts that run at once; never more than the artifact's max_batch, the default.",
         ),
-    ] = None,
+    ] = None
     max_waiting: Annotated[
         int,
         typer.Option(
             min=1, metavar="N", help="Most texts that wait; beyond it clients are answered 429."
         ),
-    ] = 64,
+    ] = 64
     max_body: Annotated[
         float, typer.Option(min=0.001, max=1e6, metavar="MB", help="Largest body of a request.")
-    ] = 4.0,
+    ] = 4.0
     timeout: Annotated[
         float, typer.Option(min=0.1, metavar="S", help="Longest time of a request, in seconds.")
-    ] = 600.0,
+    ] = 600.0
     drain: Annotated[
         float,
         typer.Option(
@@ -66,11 +72,20 @@ def serve(
             metavar="S",
             help="After SIGTERM: seconds that the requests taken have to end.",
         ),
-    ] = 30.0,
+    ] = 30.0
+
+
+@options.grouped
+def serve(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Artifacts. A model's id is the name of its folder."),
+    ],
+    *,
+    address: Address,
+    bounds: Bounds,
     chat_template: options.ChatTemplate = None,
-    threads: options.Threads = None,
-    kernels: options.Kernels = "auto",
-    public_key: options.PublicKey = None,
+    loading: options.Loading,
 ) -> None:
     """Serve artifacts to OpenAI clients, with a page at / that compares them.
 
@@ -85,19 +100,21 @@ def serve(
         from accel.serve.models import Models, served
         from accel.serve.server import LOOPBACK, bound, server
 
+    api_key = address.api_key
     if api_key is not None and not (api_key.isascii() and api_key.strip()):
         raise InputError("--api-key is empty or not ASCII; give letters, digits and signs")
     text = None if chat_template is None else options.template(chat_template)
-    how: dict[str, Any] = {"max_batch": max_batch, "max_waiting": max_waiting, "threads": threads}
-    how |= {"kernels": kernels, "public_key": public_key}
-    with bound(host, port) as listener, ExitStack() as stack:
+    how = {"max_batch": bounds.max_batch, "max_waiting": bounds.max_waiting, **vars(loading)}
+    with bound(address.host, address.port) as listener, ExitStack() as stack:
         models = Models([stack.enter_context(served(path, text, **how)) for path in paths])
-        app = application(models, key=api_key, limits=Limits(round(max_body * 1e6), timeout))
+        app = application(
+            models, key=api_key, limits=Limits(round(bounds.max_body * 1e6), bounds.timeout)
+        )
         for one in models.served:
             typer.echo(f"{one.name}: {one.engine.how}", err=True)
-        address, number = listener.getsockname()[:2]
-        if address not in LOOPBACK and api_key is None:
+        host, number = listener.getsockname()[:2]
+        if host not in LOOPBACK and api_key is None:
             typer.echo("whoever reaches this address may use it: no --api-key is set", err=True)
-        shown = f"[{address}]" if ":" in address else address
+        shown = f"[{host}]" if ":" in host else host
         typer.echo(f"serving on http://{shown}:{number}")
-        server(app, drain).run(sockets=[listener])
+        server(app, bounds.drain).run(sockets=[listener])

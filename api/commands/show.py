@@ -10,7 +10,7 @@ from accel.compiler.layer_summary import groups, summaries, why_not
 from accel.compiler.report import adapters_text, loss_text, state_text, weights_text
 
 if TYPE_CHECKING:
-    from accel.runtime.backends.onnx.tune import Tuning
+    from accel.runtime.backends.tuning import Tuning
     from accel.runtime.decode.costs import Costs
 
 

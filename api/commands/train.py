@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,65 @@ Examples:
 _DEFAULT = "Default: as for the bundled model's part."
 
 
+@dataclass(frozen=True)
+class Sources:
+    """What is read beside the model."""
+
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to learn from. Default: the bundled text."),
+    ] = None
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="DRAFT", help="Draft model, for the head of a length."),
+    ] = None
+    aux: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A smaller model, for kv-prediction.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long and on how much it learns."""
+
+    minutes: Annotated[float, typer.Option(metavar="N", help="Training time of all sessions.")] = (
+        30.0
+    )
+    samples: Annotated[
+        int | None,
+        typer.Option(metavar="N", help=f"Batches that a table is measured on. {_DEFAULT}"),
+    ] = None
+    length: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Tokens of a row. {_DEFAULT}")
+    ] = None
+    rows: Annotated[int | None, typer.Option(metavar="N", help=f"Rows of a batch. {_DEFAULT}")] = (
+        None
+    )
+    inner: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help=f"Width of a gate or a head, or rank of a coprocessor's products. {_DEFAULT}",
+        ),
+    ] = None
+    budget: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Tokens that a head should hold. {_DEFAULT}")
+    ] = None
+    pressure: Annotated[
+        float | None,
+        typer.Option(metavar="X", help=f"Weight of what goes beyond the budget. {_DEFAULT}"),
+    ] = None
+    rate: Annotated[float | None, typer.Option(metavar="X", help=f"Learning rate. {_DEFAULT}")] = (
+        None
+    )
+    seed: options.Seed = None
+    threads: options.Threads = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was left (Ctrl-C).")
+    ] = False
+
+
+@options.grouped
 def train(
     method: Annotated[
         str,
@@ -39,6 +99,7 @@ def train(
             help="A Hugging Face model directory, a GGUF file, or the id of a repository in the Hugging Face cache.",
         ),
     ],
+    *,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -47,52 +108,8 @@ def train(
             "cache, where builds find it.",
         ),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Text to learn from. Default: the bundled text."),
-    ] = None,
-    draft: Annotated[
-        Path | None,
-        typer.Option(metavar="DRAFT", help="Draft model, for the head of a length."),
-    ] = None,
-    aux: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A smaller model, for kv-prediction.")
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option(metavar="N", help="Training time of all sessions.")
-    ] = 30.0,
-    samples: Annotated[
-        int | None,
-        typer.Option(metavar="N", help=f"Batches that a table is measured on. {_DEFAULT}"),
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Tokens of a row. {_DEFAULT}")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Rows of a batch. {_DEFAULT}")
-    ] = None,
-    inner: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help=f"Width of a gate or a head, or rank of a coprocessor's products. {_DEFAULT}",
-        ),
-    ] = None,
-    budget: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Tokens that a head should hold. {_DEFAULT}")
-    ] = None,
-    pressure: Annotated[
-        float | None,
-        typer.Option(metavar="X", help=f"Weight of what goes beyond the budget. {_DEFAULT}"),
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(metavar="X", help=f"Learning rate. {_DEFAULT}")
-    ] = None,
-    seed: options.Seed = None,
-    threads: options.Threads = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a run that was left (Ctrl-C).")
-    ] = False,
+    sources: Sources,
+    effort: Effort,
     tokenizer: options.Tokenizer = None,
     trust_remote_code: options.TrustRemoteCode = False,
     download: options.Download = False,
@@ -106,11 +123,7 @@ def train(
     with extra("compile"):
         from accel.compiler.train.train import train as make
 
-    given: dict[str, Any] = {
-        "out": out, "text": text, "draft": draft, "aux": aux, "minutes": minutes, "samples": samples,
-        "length": length, "rows": rows, "inner": inner, "budget": budget, "pressure": pressure,
-        "rate": rate, "seed": seed, "threads": threads, "resume": resume,
-    }  # fmt: skip
+    given: dict[str, Any] = {"out": out, **vars(sources), **vars(effort)}
     with training("train") as (progress, say):
         made = make(
             method,

@@ -25,7 +25,7 @@ EVICTION = (
     "kv.when",
 )  # axes that one pass takes together
 WINDOW = "window"  # an axis that every recipe has, if it can
-STEPS = ("kv.reuse", "prefill.ranks")  # axes of the engine whose methods name passes
+STEPS = ("kv.reuse", "prefill.ranks", "draft")  # axes of the engine whose methods name passes
 DRAFTING = {  # axes of speculative decoding
     "draft": "draft proposes tokens",
     "verify": "verify sets which drafted tokens are accepted",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from accel.compiler.assemble import Plan, assemble
 from accel.compiler.build_options import BuildOptions
+from accel.compiler.load.gguf import open_gguf
+from accel.compiler.load.gguf._file import is_gguf, read_gguf
 from accel.compiler.load.tokenizer import read_tokenizer
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
@@ -103,19 +105,40 @@ def share(own: Program, target: Program, calibrated: bool) -> None:
         own.params[name] = there
 
 
+def check_draft(plan: Plan, target: Facts, tokenizer: Tokenizer | None) -> None:
+    """Raise RecipeError where the model that a recipe's drafter names cannot draft for a target, as far as its files
+    say, with both sides. `tokenizer`: the target's.
+    """
+    draft = plan.methods.get("draft")
+    path: Path | None = None if draft is None else draft.draft_folder()
+    if path is None:
+        return
+    if (path / MANIFEST).is_file():
+        _check(plan, path, target, tokenizer, open_artifact(path).facts)
+    else:
+        _check_tokens(path, target, tokenizer, _declared(path))
+    if Invariant.DRAFT_MODEL in plan.methods["loop"].relies and tokenizer and _has_tokenizer(path):
+        if not same_tokens(tokenizer, read_tokenizer(None, path)):
+            raise RecipeError(
+                f"loop.{plan.methods['loop'].use}: {path} has another tokenizer than the model, and this loop gives it "
+                f"tokens, not text; use loop = speculative, or {_another(path)}"
+            )
+
+
 def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build | None:
     """What makes the model that a recipe's drafter names, in a folder (None: here) as an artifact; None where it names
-    none. `compile_model` builds a Hugging Face directory, with the options of the target. Raises
+    none. `compile_model` builds a Hugging Face directory or a GGUF file, with the options of the target. Raises
     RecipeError before any work.
     """
     draft = plan.methods.get("draft")
     path: Path | None = None if draft is None else draft.draft_folder()
     if path is None:
         return None
-    if not path.is_dir():
+    if not path.is_dir() and not is_gguf(path):
+        what = "is no GGUF file" if path.is_file() else "does not exist"
         raise RecipeError(
-            f"recipe '{plan.recipe.name}': draft.model: {path} is not a folder; set `path` to an artifact "
-            "(accel-compile build) or a Hugging Face directory, which is then built as part of this build"
+            f"recipe '{plan.recipe.name}': draft.model: {path} {what}; set `path` to an artifact (accel-compile "
+            "build), or to a Hugging Face directory or a GGUF file, which is then built as part of this build"
         )
     if not (path / MANIFEST).is_file():
         assemble(_recipe(plan))
@@ -151,10 +174,8 @@ def _build(
     InputError where its sessions cannot.
     """
     if (path / MANIFEST).is_file():
-        artifact = open_artifact(path)
-        _check(plan, path, target, tokenizer, artifact.facts, artifact.path / "tokenizer.json")
         if folder is not None:
-            copy_artifact(artifact, folder)
+            copy_artifact(open_artifact(path), folder)
         model = load(folder or path)
         try:
             if not plan.methods["draft"].fills:
@@ -163,7 +184,6 @@ def _build(
             model.close()
             raise
     else:
-        _check_tokens(path, target, tokenizer, _declared(path), path / "tokenizer.json")
         own = replace(
             options,
             max_context=target.max_context,
@@ -176,7 +196,7 @@ def _build(
         )
         model = compile_model(path, _recipe(plan), own, folder)
         try:
-            _check(plan, path, target, tokenizer, model.facts, path / "tokenizer.json")
+            _check(plan, path, target, tokenizer, model.facts)
         except RecipeError:
             model.close()
             raise
@@ -192,7 +212,10 @@ def check_rewind(model: CompiledModel, plan: Plan) -> None:
 
 
 def _declared(path: Path) -> int | None:
-    """The vocabulary that a Hugging Face directory says it has, before its weights are read."""
+    """The vocabulary that a Hugging Face directory or a GGUF file says it has, before its weights are read."""
+    if is_gguf(path):
+        size: int = open_gguf(path).config["vocab_size"]
+        return size
     try:
         found = json.loads((path / "config.json").read_text(encoding="utf-8")).get("vocab_size")
     except (OSError, ValueError, AttributeError):
@@ -201,9 +224,9 @@ def _declared(path: Path) -> int | None:
 
 
 def _check(
-    plan: Plan, path: Path, target: Facts, tokenizer: Tokenizer | None, facts: Facts, theirs: Path
+    plan: Plan, path: Path, target: Facts, tokenizer: Tokenizer | None, facts: Facts
 ) -> None:
-    """Raise RecipeError where the model from this folder cannot draft for the target, with both sides."""
+    """Raise RecipeError where the model of this path cannot draft for the target, with both sides."""
     use, fills = plan.recipe.tables["draft"]["use"], plan.methods["draft"].fills
     if fills and facts.diffusion is None:
         raise RecipeError(
@@ -222,31 +245,32 @@ def _check(
             f"draft.model: {path} was built for batches of up to {facts.max_batch}, but the "
             f"model for {target.max_batch}; build it with max_batch={target.max_batch}"
         )
-    _check_tokens(path, target, tokenizer, facts.vocab_size, theirs)
-    if fills and tokenizer is not None and theirs.is_file():
-        if not same_tokens(tokenizer, read_tokenizer(None, theirs.parent)):
+    _check_tokens(path, target, tokenizer, facts.vocab_size)
+    if fills and tokenizer is not None and _has_tokenizer(path):
+        if not same_tokens(tokenizer, read_tokenizer(None, path)):
             raise RecipeError(
                 f"draft.{use}: {path} has another tokenizer than the model, and fills masks by its own tokens; "
                 f"{_another(path)}"
             )
 
 
+def _has_tokenizer(path: Path) -> bool:
+    """Whether a draft model's files say how text is cut into tokens."""
+    if is_gguf(path):
+        return read_gguf(path).fields.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+    return (path / "tokenizer.json").is_file()
+
+
 def _another(path: Path) -> str:
     """What to do where a draft model is not of the model's tokens."""
     bundled = path.resolve().is_relative_to(Path(str(files("accel.reference"))).resolve())
     own = "the bundled one is of the bundled model; " if bundled else ""
-    return f"{own}set `path` to a model of the same tokens, an artifact or a Hugging Face directory"
+    return f"{own}set `path` to a model of the same tokens: an artifact, a Hugging Face directory or a GGUF file"
 
 
-def _check_tokens(
-    path: Path, target: Facts, tokenizer: Tokenizer | None, size: int | None, theirs: Path
-) -> None:
-    """`theirs`: the draft model's tokenizer.json, which may be missing."""
-    lack = [
-        who
-        for who, there in (("the model", tokenizer), ("the draft model", theirs.is_file()))
-        if not there
-    ]
+def _check_tokens(path: Path, target: Facts, tokenizer: Tokenizer | None, size: int | None) -> None:
+    sides = ("the model", tokenizer), ("the draft model", _has_tokenizer(path))
+    lack = [who for who, there in sides if not there]
     if size not in (None, target.vocab_size) and lack:
         raise RecipeError(
             f"draft.model: {path} has {size} tokens and the model {target.vocab_size}, and {' and '.join(lack)} no "

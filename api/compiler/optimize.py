@@ -13,7 +13,7 @@ from accel.compiler.artifact_build import write_artifact
 from accel.compiler.assemble import assemble, check_target, fit
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.draft_build import builder as draft_builder
-from accel.compiler.draft_build import own_plan
+from accel.compiler.draft_build import check_draft, own_plan
 from accel.compiler.in_process import in_process_model
 from accel.compiler.job import Job, Progress
 from accel.compiler.load.beside import beside
@@ -240,6 +240,7 @@ def _compiled(
             program.facts, tokenizer
         )  # which is refused before any work
     program.facts.max_batch = job.options.max_batch
+    check_draft(job.plan, program.facts, tokenizer)
     job.plan.passes = keeping(program, job.plan.passes)
     if reads_text(job.plan):
         program.calibration = make_calibration(

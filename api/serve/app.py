@@ -115,6 +115,12 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
         finally:
             live.remove(made.events)
 
+    _guard(app, metrics, key, limits)
+    return app
+
+
+def _guard(app: FastAPI, metrics: Metrics, key: str | None, limits: Limits) -> None:
+    """Let errors be answers, and requests pass the gates."""
     for kind, handler in (
         (ApiError, errors.on_exception),
         (AccelError, errors.on_exception),
@@ -128,7 +134,6 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
         app.add_middleware(KeyGate, key=key)
     routes = [route for route in app.routes if isinstance(route, Route)]
     app.add_middleware(Watched, metrics=metrics, routes=routes)
-    return app
 
 
 @dataclass(frozen=True)

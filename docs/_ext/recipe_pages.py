@@ -7,6 +7,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import papers
+
 from accel.compiler.assemble import Incompatible, Plan, assemble, assemble_alone
 from accel.compiler.capabilities import table
 from accel.compiler.explain.words import about, details, options
@@ -22,7 +24,8 @@ INTRO = """# Recipes
 
 This reference is generated from the recipe files and the dataclass fields of the methods that they name.
 `accel-compile recipes NAME` prints the same. A grade says how the output compares with the model's own:
-see [grades](../concepts/capabilities.md#grades). Which recipe to take: [choose a recipe](../guides/choose-a-recipe.md).
+see [grades](../concepts/capabilities.md#grades). Which paper is where: [papers](papers.md).
+Which recipe to take: [choose a recipe](../guides/choose-a-recipe.md).
 
 | recipe | page | grade | what it does |
 |---|---|---|---|
@@ -49,7 +52,8 @@ def write(folder: Path) -> None:
             index += f"| {_cell(plan.recipe.about)} |\n"
             page += _recipe(name, recipes[name], plan, clashes[name], refusals[name])
         _put(folder / f"{group.name}.md", page)
-    pages = "\n".join(group.name for group in groups())
+    _put(folder / "papers.md", papers.page())
+    pages = "\n".join(["papers", *(group.name for group in groups())])
     _put(folder / "index.md", f"{index}\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n")
 
 
@@ -116,7 +120,10 @@ def _recipe(
         f"- First: `{one.command}` ({one.time}); see [train parts](../guides/train-parts.md)"
         for one in _needed(recipe)
     ]
-    lines += [f"- Paper: {paper}" for paper in recipe.papers]
+    lines += [
+        f"- Paper: {papers.linked(title, recipe.arxiv.get(title, ''))}" for title in recipe.papers
+    ]
+    lines.append(f"- Evidence: {papers.evidence_of(name)}")
     for axis, method in plan.methods.items():
         lines += [
             "",
@@ -124,6 +131,7 @@ def _recipe(
         ]
         lines += _options(options(method, plan.recipe.tables[axis]))
         lines += _declared(method)
+        lines += ["", f"It lacks, of its paper: {method.lacks}."] if method.lacks else []
     lines += ["", *_together(same, refused), "", ""]
     return "\n".join(lines)
 
@@ -132,10 +140,17 @@ def _options(found: list[dict[str, Any]]) -> list[str]:
     """A table of a method's options; nothing where it has none."""
     if not found:
         return []
-    rows = ["", "| option | type | default | here |", "|---|---|---|---|"]
+    rows = ["", "| option | type | default | range | here |", "|---|---|---|---|---|"]
     for one in found:
         here = f"`{one['value']!r}`" if one["set"] else ""
-        rows.append(f"| `{one['name']}` | `{_cell(one['type'])}` | `{one['default']!r}` | {here} |")
+        row = (
+            f"`{one['name']}`",
+            f"`{_cell(one['type'])}`",
+            f"`{one['default']!r}`",
+            one["range"],
+            here,
+        )
+        rows.append(f"| {' | '.join(row)} |")
     return rows
 
 

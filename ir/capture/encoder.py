@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
-from accel.ir.facts import EncoderFacts
 
 INPUTS, INPUT_POSITIONS, FEATURES = "inputs", "inputs.pos", "features"  # of the encoder
 

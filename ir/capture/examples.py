@@ -7,7 +7,7 @@ from torch import Tensor
 
 from accel.ir.adapters import ROWS
 from accel.ir.capture.encoder import FEATURES, INPUT_POSITIONS, INPUTS
-from accel.ir.facts import EncoderFacts
+from accel.ir.encoder import EncoderFacts
 from accel.ir.program import Program
 from accel.ir.state import state_of
 

@@ -16,8 +16,8 @@ from accel.ir.capture.forms import Form, forms_of, is_chunked
 from accel.ir.capture.length_limits import is_indexer, limit_of, turns_anew
 from accel.ir.capture.traits import Kind, Limit, ModelTraits, Swaps
 from accel.ir.diffusion import diffusion_of
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
-from accel.ir.facts import EncoderFacts
 
 _LIMIT_NAMES = (
     "max_position_embeddings",

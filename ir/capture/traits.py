@@ -9,8 +9,9 @@ from typing import Any
 
 from accel.ir.capture.forms import Form
 from accel.ir.diffusion import Diffusion
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
-from accel.ir.facts import EncoderFacts, Facts
+from accel.ir.facts import Facts
 
 Limit = tuple[int, str]  # longest sequence, why
 

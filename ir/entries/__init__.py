@@ -24,7 +24,7 @@ class EntryKind:
     variants: its graph is also written for other kernels.
     error: how far its lowered graph may be from its reference, relative to the largest value of each output;
     None: it is not compared.
-    rounds: products and the cache may round in it, which allows for more (`passes.check.rounding`).
+    rounds: products and the cache may round in it, which allows for more (`passes.check.codes_slack`).
     chooses: rounding may then turn a choice that it makes.
     feature: the part of the facts that it comes with.
     """

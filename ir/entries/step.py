@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 LOGITS = "logits"
 
 
-def given_beside(output: str) -> bool:
-    """Whether an output is neither the logits nor state: queries, where a method observes them."""
+def is_extra(output: str) -> bool:
+    """Whether an output is neither the logits nor state: what a method asks for by name, such as queries."""
     return output != LOGITS and not writes_state(output)
 
 

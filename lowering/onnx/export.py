@@ -160,10 +160,13 @@ def _variants(
 ) -> dict[str, dict[str, str]]:
     """Write an entry's variants, and the step's probes; what the manifest says of them."""
     files: dict[str, str] = {}
+    portable = onnx.load_model(folder / f"{prefix}{entry}.onnx", load_external_data=False)
+    nodes = {PORTABLE: len(portable.graph.node)}
     for table in tables:
         builder = Builder(weights.add, table, batch_invariant=batch_invariant)
         model = lower_entry(program, program.entries[entry], weights, builder)
         if builder.varied:
+            nodes[table.target] = len(model.graph.node)
             files[table.target] = f"{prefix}{entry}.{table.target}.onnx"
             onnx.save_model(model, folder / files[table.target])
         for reason in builder.refused:
@@ -177,12 +180,12 @@ def _variants(
         name = PORTABLE if variant is None else variant.target
         if program.nodes(attention.default, entry=program.step):
             found["probes"][name] = f"{prefix}probe.{name}.onnx"
-            probe = attention_probe(program, variant, batch_invariant)
+            probe = attention_probe(program, variant, nodes[name], batch_invariant)
             onnx.save_model(probe, folder / found["probes"][name])
         own = variant is None or quantized_linear.default in variant.rules
         if own and program.nodes(quantized_linear.default, entry=program.step):
             found["products"][name] = f"{prefix}products.{name}.onnx"
-            probe = products_probe(program, variant, weights.add)
+            probe = products_probe(program, variant, nodes[name], weights.add)
             onnx.save_model(probe, folder / found["products"][name])
     return found
 

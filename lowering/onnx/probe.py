@@ -36,13 +36,13 @@ LAYERS = 4  # about so many, so that a mask shared by layers weighs as it does i
 
 
 def attention_probe(
-    program: Program, variant: Table | None, batch_invariant: bool = False
+    program: Program, variant: Table | None, nodes_of_step: int, batch_invariant: bool = False
 ) -> onnx.ModelProto:
     """Attention of each form that the step has, as often as its share of the layers asks for.
 
     Inputs: `positions [B,T]`, `held [B,C]` (the positions in the slots; `held.X [B,X]` of
     cross-attention over an encoder's fixed X), and of each node its own queries, keys and values.
-    The metadata `share` is the part of the step's attention that it holds.
+    The metadata `share` is the part of the step's attention that it holds, `nodes` how many nodes the step has.
     """
     nodes = program.nodes(attention.default, entry=program.step)
     forms = Counter(_form(node) for node in nodes)
@@ -59,17 +59,20 @@ def attention_probe(
     outputs += _written(b, inputs)
     b.prune([o.name for o in outputs])
     model = finished(b, "probe", list(inputs.values()), outputs)
-    helper.set_model_props(model, {"share": str(share)})
+    helper.set_model_props(model, {"share": str(share), "nodes": str(nodes_of_step)})
     return model
 
 
 def products_probe(
-    program: Program, variant: Table | None, weights: Callable[[str, Stored], onnx.TensorProto]
+    program: Program,
+    variant: Table | None,
+    nodes_of_step: int,
+    weights: Callable[[str, Stored], onnx.TensorProto],
 ) -> onnx.ModelProto:
     """A product with weights of few bits for each form that layers repeat, or else for each there is.
 
     Inputs: `x.K [B,T,K]`. The weights are the first of their form, where the step has them. The
-    metadata `share` is the part of the bytes of all such weights that it holds.
+    metadata `share` is the part of the bytes of all such weights that it holds, `nodes` how many nodes the step has.
     """
     nodes = program.nodes(quantized_linear.default, entry=program.step)
     forms: dict[tuple[str, ...], list[fx.Node]] = {}
@@ -95,7 +98,8 @@ def products_probe(
         made = lower_node(b, node, *args)
         outputs.append(helper.make_tensor_value_info(made, DTYPES[node.meta["val"].dtype], None))
     model = finished(b, "products", list(inputs.values()), outputs)
-    helper.set_model_props(model, {"share": str(_bytes(chosen) / _bytes(nodes))})
+    share = _bytes(chosen) / _bytes(nodes)
+    helper.set_model_props(model, {"share": str(share), "nodes": str(nodes_of_step)})
     return model
 
 

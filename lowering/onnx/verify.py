@@ -226,7 +226,7 @@ def _run(session: ort.InferenceSession, calls: Sequence[Values], names: Sequence
 
 def _rows(got: Tensor, want: Tensor, equal: bool = False) -> Tensor:
     """How far each row of one output is off, relative to its largest value (at least 1); a whole number, such as a
-    position, by 1 or not at all, and where all must be `equal`, any. No number is as none is.
+    position, by 1 or not at all, and where all must be `equal`, any. NaN equals NaN.
     """
     dtype = want.dtype
     if not want.numel():

@@ -1,8 +1,9 @@
 """depth: which layers a call runs, and how the cache of skipped layers is handled.
 
 A skipped layer passes the residual stream through. Its cache has two modes (the option `cache`): `nested`: the layer
-writes nothing, and the session keeps it off until the tokens that it missed are rewound (`runtime.depth`);
-`propagate`: it computes keys and values from the residual stream, so any call may run any layers.
+writes nothing, and the session keeps it off until the tokens that it missed are rewound
+(`session/state/layer_schedule.py`); `propagate`: it computes keys and values from the residual stream, so any call may
+run any layers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""The joint: every layer of the step under a condition, an element of the input `run_layers [L]`."""
+"""The joints: every layer of the step under a condition, an element of the input `run_layers [L]`; a layer that some
+tokens take.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from copy import deepcopy
 
 import torch
@@ -68,6 +71,26 @@ def conditions(program: Program, cache: str) -> list[fx.Node]:
             flag = editor.call(aten.select.int, plan, 0, index)
         _condition(program, call, flag, cache)
     return calls
+
+
+def gate(program: Program, call: fx.Node, taken: Callable[[Editor, fx.Node], fx.Node]) -> fx.Node:
+    """Let a layer change the residual stream of some tokens alone; no other token's stream passes through it, and it is
+    skipped where none does. Its keys and values are those of all tokens. `taken`: makes of the stream [B,T,E] before
+    it which tokens those are, bools [B,T]. The stream after it.
+    """
+    graph, before = program.step.graph, _node(call.args[0])
+    editor = Editor(program, graph)
+    (after,) = (user for user in call.users if user.args[1] == 0)
+    with graph.inserting_before(call):
+        tokens = taken(editor, before)
+        some = editor.call(aten.any.default, tokens)
+    _condition(program, call, some, PROPAGATE)
+    with graph.inserting_after(after):
+        wide = editor.call(aten.unsqueeze.default, tokens, 2)
+    with graph.inserting_after(wide):
+        routed = editor.call(aten.where.self, wide, after, before)
+    after.replace_all_uses_with(routed, delete_user_cb=lambda user: user is not routed)
+    return routed
 
 
 def _condition(program: Program, call: fx.Node, flag: fx.Node, cache: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel.ir.axis import option
 from accel.ir.depth import NESTED, Depth
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.depth import Base
@@ -16,11 +17,7 @@ from accel.passes.depth._joint import conditions
 class Template(Base):
     """The layers that a token after the prompt goes through: here, all but `skipped`."""
 
-    skipped: int = 1
-
-    def __post_init__(self) -> None:
-        if self.skipped < 0:
-            raise RecipeError(f"depth.template: skipped is {self.skipped}; give a layer, from 0")
+    skipped: int = option(1, least=0)
 
     def run(self, program: Program) -> Report:
         count = len(program.facts.layers)

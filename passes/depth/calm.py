@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from accel.ir.axis import option
 from accel.ir.calibration import Calibration
 from accel.ir.depth import PROPAGATE, Depth
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, ancestors
 from accel.ir.region import Conditional
@@ -47,26 +48,13 @@ class Calm(Base):
     holds with a given probability). A model whose middle layers are over-sure then never leaves early.
     """
 
-    threshold: float = 0.0
-    agreement: float = 0.95
-    first: int = 0
-    every: int = 4
+    threshold: float = option(0.0, least=0)
+    agreement: float = option(0.95, above=0, most=1)
+    first: int = option(0, least=0)
+    every: int = option(4, least=1)
+    lacks = "a threshold with a bound that holds with a given probability"
     reads_text = True
     small: ClassVar[Mapping[str, Any]] = {"threshold": 0.05, "first": 1, "every": 1}
-
-    def __post_init__(self) -> None:
-        if not self.threshold >= 0:
-            raise RecipeError(
-                f"depth.calm: threshold = {self.threshold}; give a difference of probabilities, or 0 to measure one"
-            )
-        if not 0 < self.agreement <= 1:
-            raise RecipeError(
-                f"depth.calm: agreement = {self.agreement}; give a share of the tokens that leave early, up to 1"
-            )
-        if self.first < 0 or self.every < 1:
-            raise RecipeError(
-                f"depth.calm: first = {self.first}, every = {self.every}; give 0 or more, and 1 or more"
-            )
 
     def run(self, program: Program) -> Report:
         count = len(program.facts.layers)

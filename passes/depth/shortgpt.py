@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.axis import option
+from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.program import Program, evaluate
 from accel.ir.region import Region
@@ -32,8 +33,8 @@ class ShortGPT(Base):
     the calibration text without the first of each row, which many models use as an attention sink.
     """
 
-    share: float = 0.25
-    tokens: int = 8192
+    share: float = option(0.25, least=0, below=1)
+    tokens: int = option(8192, least=1)
 
     stage = -1  # before weights are stored otherwise
     reads_text = True
@@ -41,16 +42,6 @@ class ShortGPT(Base):
     provides = frozenset()
     error = 10.0  # other models; that one without the layers is what is left, the laws of this axis hold
     small: ClassVar[Mapping[str, Any]] = {"share": 0.4, "tokens": 5}
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share < 1:
-            raise RecipeError(
-                f"depth.shortgpt: share = {self.share}; give the fraction of layers to delete, at least 0 and below 1"
-            )
-        if self.tokens < 1:
-            raise RecipeError(
-                f"depth.shortgpt: tokens = {self.tokens}; give the number of calibration tokens, 1 or more"
-            )
 
     def run(self, program: Program) -> Report:
         if program.facts.adapters is not None:

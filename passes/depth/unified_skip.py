@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from accel.ir.axis import option
 from accel.ir.depth import CACHES, NESTED, Depth
-from accel.ir.errors import PassError, RecipeError, unknown
+from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.passes import Report
@@ -19,17 +20,9 @@ from accel.passes.depth._joint import conditions
 class UnifiedSkip(Base):
     """A prompt runs all L layers, each generated token floor(L / speedup) of them."""
 
-    speedup: float = 2.0
-    cache: str = NESTED
+    speedup: float = option(2.0, least=1)
+    cache: str = option(NESTED, one_of=CACHES)
     small: ClassVar[Mapping[str, Any]] = {"speedup": 1.4}
-
-    def __post_init__(self) -> None:
-        if not self.speedup >= 1:
-            raise RecipeError(
-                f"depth.unified-skip: speedup = {self.speedup}; give 1 (all layers) or more"
-            )
-        if self.cache not in CACHES:
-            raise RecipeError(unknown("depth.unified-skip: cache", self.cache, CACHES))
 
     @property
     def breaks(self) -> frozenset[Invariant]:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from accel.ir.entries.compress import COMPRESS, held_of, keep_of, ranks_of, room_of
 from accel.ir.errors import PassError
-from accel.ir.facts import KvFacts
+from accel.ir.kv import KvFacts
 from accel.ir.ops.attention import form_of, operands_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes

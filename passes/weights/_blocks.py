@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.op import operand_of
@@ -83,16 +83,12 @@ class Blocks(Base):
     matmuls also round their input, to 8 bits per block.
     """
 
-    block: int = 32
+    block: int = option(32, one_of=BLOCKS)
     symmetric: bool = True
-    smallest: int = 4096
+    smallest: int = option(4096, least=0)
 
     grade = "approximate"
     small: ClassVar[Mapping[str, Any]] = {"block": 16, "smallest": 256}
-
-    def __post_init__(self) -> None:
-        if self.block not in BLOCKS:
-            raise RecipeError(f"block = {self.block}; give one of {', '.join(map(str, BLOCKS))}")
 
     @abstractmethod
     def bits(self, site: Site, layers: int) -> int:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from accel.ir.axis import option
 from accel.ir.calibration import Calibration
-from accel.ir.errors import RecipeError
 from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.calibrate import calibrate
@@ -34,15 +34,8 @@ class Calibrated(Blocks):
     so does an expert that no token chose. The others are rounded by the tokens that chose them.
     """
 
-    tokens: int = 8192
+    tokens: int = option(8192, least=1)
     small: ClassVar[Mapping[str, Any]] = {"block": 16, "smallest": 256, "tokens": 5}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokens < 1:
-            raise RecipeError(
-                f"tokens = {self.tokens}; give the number of calibration tokens, 1 or more"
-            )
 
     @abstractmethod
     def rounded(self, weight: Tensor, inputs: Tensor, bits: int) -> Packed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import dequantize
 from accel.ir.program import Editor, Program
@@ -41,12 +41,7 @@ class Chosen(Calibrated):
     """
 
     tokens: int = 4096
-    eight: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.eight <= 1:
-            raise RecipeError(f"eight = {self.eight}; give the share of weights in 8 bits, 0 to 1")
+    eight: float = option(0.0, least=0, most=1)
 
     def bits(self, site: Site, layers: int) -> int:
         return 8 if site.layer is None else 4

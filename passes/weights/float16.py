@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from accel.ir.axis import option
 from accel.ir.ops.experts import expert_linear
 from accel.ir.program import Editor, Program
 from accel.ir.weights import Origin
@@ -33,7 +34,7 @@ class Float16(Base):
     A tensor with values beyond float16's range (65504) stays float32.
     """
 
-    smallest: int = 4096
+    smallest: int = option(4096, least=0)
 
     error = 2e-2
     grade = "approximate"

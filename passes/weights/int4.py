@@ -1,4 +1,6 @@
-"""4-bit weights, rounded by a calibration text; 8 bits for the embedding, the head and what 4 bits harm most."""
+"""4-bit weights, rounded by a calibration text (GPTQ, arXiv:2210.17323); 8 bits for the embedding, the head and what 4
+bits harm most (FIT, arXiv:2210.08502).
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.weights._blocks import Packed, Site
 from accel.passes.weights._calibrated import Calibrated
 from accel.passes.weights._feedback import feedback_of, round_with_feedback
@@ -18,14 +18,9 @@ class Int4Gptq(Calibrated):
     is added to every one, which keeps the correction small where few inputs tell of it.
     """
 
-    damping: float = 0.01
+    damping: float = option(0.01, above=0)
 
     error = 1.2  # of random weights, where errors grow from layer to layer
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.damping > 0:
-            raise RecipeError(f"damping = {self.damping}; give a fraction above 0, such as 0.01")
 
     def bits(self, site: Site, layers: int) -> int:
         return 4

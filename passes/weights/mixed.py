@@ -1,4 +1,6 @@
-"""Mixed precision: as int4, but half of the layers' weights in 8 bits: those that 4 bits harm most for their bytes."""
+"""Mixed precision: as int4, but half of the layers' weights in 8 bits: those that 4 bits harm most for
+their bytes (FIT, arXiv:2210.08502).
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import set_operand
@@ -31,7 +31,7 @@ class Newest(Base):
     tokens, and so does one whose cache a layer without a window reads.
     """
 
-    back: int = 128
+    back: int = option(128, least=1)
     small: ClassVar[Mapping[str, Any]] = {"back": 8}
 
     by_position = True
@@ -54,10 +54,6 @@ class Newest(Base):
             Invariant.UNIFORM_SLOTS,
         }
     )
-
-    def __post_init__(self) -> None:
-        if self.back < 1:
-            raise RecipeError(f"window.newest: back is {self.back}; give at least 1")
 
     def run(self, program: Program) -> Report:
         if program.facts.diffusion is not None or any(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from accel.ir.sizes import each, in_numbers
 from accel.ir.state import CacheRegion, Part, StateValue, name_of
 from accel.ir.window import SLOTS
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 
 STEP = 256  # the KV buffers grow by this many slots

@@ -4,7 +4,7 @@ targets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,12 +17,13 @@ from accel.ir.entries.commit import COMMIT
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.flat import FLAT
-from accel.ir.entries.step import STEP, given_beside
+from accel.ir.entries.step import LOGITS, STEP, is_extra
 from accel.ir.sizes import grows
 from accel.ir.state import Part, output_of, state_of
 from accel.ir.window import SLOTS
 from accel.runtime.backends.buffers import forgettable, kept_slots, recent_slots, sizes_of, trimmed
-from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
+from accel.runtime.backends.protocol import Compression, alike, call_inputs
+from accel.runtime.call import Arrays, Logits, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.inputs.stack import stacked
 
@@ -41,6 +42,8 @@ class Steppable(Protocol):
 
 class EagerBackend:
     """Sessions over one program; they share its parameters."""
+
+    tuning = threads = cost_key = None
 
     def __init__(self, program: Steppable):
         self.program = program
@@ -67,7 +70,6 @@ class EagerSession:
         self.alike = alike(program.state)
         self.tile = 1
         self._device = device
-        self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._state: dict[str, Tensor] = {}
         self._controls: dict[str, Tensor] = {}
         self._adapters: dict[str, Tensor] = {}
@@ -105,21 +107,28 @@ class EagerSession:
         positions: Ints,
         slots: Ints,
         rows: Ints,
-        observe: bool = False,
+        want: Collection[str] = (),
         tree: Bools | None = None,
-    ) -> Logits:
+    ) -> Outputs:
         """One run of the step entry; the state changes only where it succeeds."""
-        self.observed = {}
         called = call_inputs(tokens, positions, slots, rows, tree)
         inputs = {n: self._tensor(a) for n, a in called.items()}
         with torch.no_grad():
             given = {**inputs, **self._controls, **self._adapters, **self._state}
             out = self._program.run(STEP.name, given)
         self._state = {name: out.get(output_of(name), old) for name, old in self._state.items()}
-        if observe:
-            self.observed = {n: out[n].cpu().numpy() for n in out if given_beside(n)}
-        logits: Logits = out["logits"].float().cpu().numpy().copy()
-        return logits
+        return outputs(out, want)
+
+    @property
+    def entries(self) -> Collection[str]:
+        """See protocol.BackendSession."""
+        found: Collection[str] = self._program.entries
+        return found
+
+    @property
+    def extra(self) -> Collection[str]:
+        """See protocol.BackendSession."""
+        return [name for name in self._program.entries[STEP.name].outputs if is_extra(name)]
 
     def part(self, entry: str, given: Arrays) -> Arrays:
         """One run of another entry; the state changes only where it succeeds."""
@@ -287,3 +296,9 @@ class EagerSession:
     def close(self) -> None:
         """Drop the state."""
         self._state = {}
+
+
+def outputs(out: Mapping[str, Tensor], want: Collection[str]) -> Outputs:
+    """What a step gives, on the host: logits, and those of its other outputs that are wanted."""
+    logits: Logits = out[LOGITS].float().cpu().numpy().copy()
+    return Outputs(logits, {name: out[name].cpu().numpy() for name in want})

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.depth import Depth
-from accel.ir.facts import COARSE, Facts
+from accel.ir.facts import Facts
+from accel.ir.kv import COARSE
 
 NEVER = 2.0  # a confidence that no token reaches
 

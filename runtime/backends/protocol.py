@@ -10,14 +10,13 @@ import numpy.typing as npt
 
 from accel.ir.sizes import FEW
 from accel.ir.state import Part, StateValue
+from accel.runtime.backends.tuning import Tuning
+from accel.runtime.call import Arrays, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
-
-Arrays = dict[str, npt.NDArray[Any]]
-Logits = npt.NDArray[np.float32]
 
 
 class Compression(Protocol):
-    """What says which tokens stay (`session/observers/eviction.py`)."""
+    """What says which tokens stay (`session/state/eviction.py`)."""
 
     def compress_inputs(
         self, lengths: Ints, recent: Mapping[int, int], kept: Mapping[int, int]
@@ -43,12 +42,21 @@ class BackendSession(Protocol):
         positions: Ints,
         slots: Ints,
         rows: Ints,
-        observe: bool = False,
+        want: Collection[str] = (),
         tree: Bools | None = None,
-    ) -> Logits:
-        """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
-        caller's own. `tree` [B,T,W]: which of the slots from `slots` on each token sees; None: all before it.
+    ) -> Outputs:
+        """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], and the outputs `want`
+        (of `extra`), all of them the caller's own. `tree` [B,T,W]: which of the slots from `slots` on each token sees;
+        None: all before it.
         """
+
+    @property
+    def entries(self) -> Collection[str]:
+        """The names of the graphs."""
+
+    @property
+    def extra(self) -> Collection[str]:
+        """The names of what a step can give beside logits and state, [B,T,…]."""
 
     def part(self, entry: str, given: Arrays) -> Arrays:
         """One call of another entry over the state: its inputs by name -> what it gives beside the state."""
@@ -82,10 +90,6 @@ class BackendSession(Protocol):
 
     def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Other buffers for some of the state: shared where the step only reads them. `resize` comes next."""
-
-    @property
-    def observed(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Queries [B,T,H,D] of the last step, where it was told to `observe`."""
 
     def copy(self, rows: Ints | None = None) -> BackendSession:
         """An independent backend session with a copy of the state: of all rows, or of these [n]."""
@@ -150,6 +154,18 @@ class Backend(Protocol):
     @property
     def entries(self) -> Collection[str]:
         """The names of the graphs."""
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """The variant of the step that is used, and why; None where there is one. Measured when first asked for."""
+
+    @property
+    def threads(self) -> int | None:
+        """Compute threads of a call; None where they are not the target's own."""
+
+    @property
+    def cost_key(self) -> dict[str, Any] | None:
+        """What the costs of a call depend on, by which they are remembered; None: they are measured anew."""
 
     def open_session(self, batch: int) -> BackendSession:
         """A backend session with an empty cache."""

@@ -7,7 +7,7 @@ compressing the cache makes other buffers, and so another capture.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +18,20 @@ import torch
 from torch import Tensor
 
 from accel.ir.adapters import ROWS
-from accel.ir.entries.step import STEP, given_beside
+from accel.ir.entries.step import STEP
 from accel.ir.errors import OutOfMemoryError
 from accel.ir.state import Part
 from accel.lowering.triton.lowered import Compiled, Lowered
-from accel.runtime.backends.eager import EagerSession
-from accel.runtime.backends.protocol import Compression, Logits, call_inputs
+from accel.runtime.backends.eager import EagerSession, outputs
+from accel.runtime.backends.protocol import Compression, call_inputs
+from accel.runtime.call import Outputs
 from accel.runtime.inputs.ints import Bools, Ints
 
 
 class TritonBackend:
     """Sessions over one lowered program; they share its parameters on the device."""
+
+    tuning = threads = cost_key = None
 
     def __init__(self, program: Lowered):
         self.program = program
@@ -120,13 +123,12 @@ class TritonSession(EagerSession):
         positions: Ints,
         slots: Ints,
         rows: Ints,
-        observe: bool = False,
+        want: Collection[str] = (),
         tree: Bools | None = None,
-    ) -> Logits:
+    ) -> Outputs:
         """One run of the step entry. Where it fails, what it wrote lies in nobody's sight, as after a
         rewind; recurrent state changes only where it succeeds.
         """
-        self.observed = {}
         given = call_inputs(tokens, positions, slots, rows, tree)
         told = self._compiled.defaults | self._controls
         args = list(self._args)
@@ -139,10 +141,7 @@ class TritonSession(EagerSession):
             else:
                 found = self._compiled(args)
         out = dict(zip(self._compiled.outputs, found, strict=True))
-        if observe:
-            self.observed = {n: out[n].cpu().numpy() for n in out if given_beside(n)}
-        logits: Logits = out["logits"].float().cpu().numpy().copy()
-        return logits
+        return outputs(out, want)
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One run of the encode entry."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.structured_outputs import Guide
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.sample import Base, Distribution, numbers

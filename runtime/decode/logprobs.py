@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.inputs.text import Tokenizer
 
 

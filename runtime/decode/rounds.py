@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.prompts import prompted
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
@@ -46,9 +46,7 @@ class Rounds(ABC):
 
     @property
     def joins(self) -> bool:
-        """Whether rows of others may join, as far as the loop goes. The session has a say, too
-        (`capabilities.joins`).
-        """
+        """Whether the loop lets rows of others join. The session must also allow it (`capabilities.joins`)."""
         return False
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Base as Sampler

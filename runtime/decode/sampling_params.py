@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 from accel.ir.errors import InputError, shown
 from accel.ir.facts import Facts
@@ -118,21 +118,44 @@ class SamplingParams:
         return tuple(dict.fromkeys([*own, *more.tolist()]))
 
 
-def sampling_params(
-    given: SamplingParams | None, facts: Facts, max_new_tokens: int, eos: Any, **options: Any
-) -> SamplingParams:
-    """`given`, or an object made from the keyword arguments. Raises InputError if both are set.
-
-    `eos` replaces the model's own end tokens: an id, a list, or [] for none; None: the model's own.
+class SamplingOptions(TypedDict, total=False):
+    """The options of `generate` and `stream` that say how tokens are picked and where they end: those of
+    `SamplingParams`, or these as one object (`sampling_params`). `eos`: token ids that end a row and stay in its
+    tokens; None: the model's own, []: none.
     """
+
+    sampling_params: SamplingParams | None
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: str | Sequence[str] | None
+    eos: Any
+    n: int
+    logprobs: int | None
+    logit_bias: Mapping[int, float] | None
+    logits_processors: Sequence[LogitsProcessor] | None
+    structured_outputs: StructuredOutputsParams | None
+
+
+def sampling_params(
+    facts: Facts, max_new_tokens: int, options: Mapping[str, Any]
+) -> SamplingParams:
+    """The object that `options` (of `SamplingOptions`) have, or one made of them. Raises InputError if both are set."""
+    said = {"max_new_tokens": max_new_tokens, **options}
+    given, eos = said.pop("sampling_params", None), said.get("eos")
     if given is None:
-        limit = as_count(max_new_tokens, "max_new_tokens", 1)
         own = eos is None
         ends = () if own else as_eos(eos, facts)
-        return SamplingParams(limit, **options, stop_token_ids=ends, ignore_eos=not own)
+        limit = as_count(said.pop("max_new_tokens"), "max_new_tokens", 1)
+        picks = {name: value for name, value in said.items() if name != "eos"}
+        return SamplingParams(limit, **picks, stop_token_ids=ends, ignore_eos=not own)
     if not isinstance(given, SamplingParams):
         raise InputError(f"sampling_params is {shown(given)}; give accel.SamplingParams(…)")
-    said = {"max_new_tokens": max_new_tokens, "eos": eos, **options}
     usual = {f.name: f.default for f in fields(SamplingParams)} | {
         "max_new_tokens": MAX_TOKENS,
         "eos": None,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError, extra, shown
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.grammar_trial import try_grammar
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer

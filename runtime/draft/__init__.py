@@ -139,6 +139,12 @@ class Base(Method):
         """
         raise NotImplementedError(f"{type(self).__name__} drafts for all rows at once; use open")
 
+    def steps(self) -> list[Any]:
+        """The passes that it needs in the graph, such as one that names the hidden states that it reads. Only a build
+        asks, which has torch.
+        """
+        return []
+
     def draft_folder(self) -> Path | None:
         """The folder of a smaller model that a build puts into the artifact (`context.model.draft_model`), or None."""
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.draft import More
 from accel.runtime.draft._beside import Beside
 from accel.runtime.draft._levels import Levels

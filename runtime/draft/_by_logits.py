@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from accel.ir.errors import AccelError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row

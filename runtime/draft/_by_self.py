@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft._by_logits import ByLogits

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.follow import Follower
 from accel.runtime.tree import Level

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
 from accel.runtime.draft import Base, Drafter
@@ -37,28 +36,21 @@ class Aded(Base):
     Of `simulations` walks from the newest two tokens the `choices` most visited paths are drafted, each with its
     heaviest successor, at most `nodes` tokens. `shared`: a loaded model's requests adapt one table of up to `bytes`;
     the oldest pairs are given up. Its published reward reads another pair's weights; the path's own are summed here.
+
+    The walks are in Python and take a few milliseconds.
     """
 
     corpus: str = ""
-    step: float = 0.04
-    cap: float = 3.0
-    simulations: int = count(150, most=10_000)
-    choices: int = count(24, most=512)
-    nodes: int = count(64, most=512)
+    step: float = option(0.04, least=0)
+    cap: float = option(3.0, above=0)
+    simulations: int = option(150, least=1, most=10_000)
+    choices: int = option(24, least=1, most=512)
+    nodes: int = option(64, least=1, most=512)
     shared: bool = False
-    bytes: int = 16 << 20
+    bytes: int = option(16 << 20, least=0)
 
     files = ("corpus",)
     breaks = frozenset({Invariant.CHAINS})
-
-    def __post_init__(self) -> None:
-        for name, least in (("step", 0), ("simulations", 1), ("choices", 1), ("nodes", 1)):
-            if not least <= getattr(self, name) < inf:
-                raise RecipeError(
-                    f"draft.aded: {name} is {getattr(self, name)}; give at least {least}"
-                )
-        if not 0 < self.cap < inf:
-            raise RecipeError(f"draft.aded: cap is {self.cap}; give a weight above 0")
 
     def store(self, facts: Facts, tokenizer: Tokenizer | None) -> Trigrams | Adaptive | None:
         base = None

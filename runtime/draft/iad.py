@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.tree import NONE, Tree
@@ -21,11 +21,7 @@ class Iad(Base):
     the newest two, up to `ngram` tokens; otherwise there is no draft.
     """
 
-    ngram: int = 3
-
-    def __post_init__(self) -> None:
-        if self.ngram < 1:
-            raise RecipeError(f"draft.iad: ngram is {self.ngram}; give at least 1")
+    ngram: int = option(3, least=1)
 
     def begin(self, prompt: Ints, store: Any = None) -> Drafter:
         order = np.argsort(prompt, kind="stable")

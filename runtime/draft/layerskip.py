@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import InputError, RecipeError
+from accel.ir.axis import option
+from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
@@ -25,20 +26,16 @@ Layers = npt.NDArray[np.bool_]
 class LayerSkip(Base):
     """A drafted token runs the first `exit` layers (0: a quarter), the final norm and the LM head. Its cache
     entries in those layers are rewound and written again by the verification call.
+
+    The recipe gets `depth = by-call`, which makes each layer conditional and skips none by default.
     """
 
-    exit: int = 0
+    exit: int = option(0, least=0)
 
     asks = {"tree": "chain"}
     needs = {"depth": "by-call"}
     relies = frozenset({Invariant.CHAINS, Invariant.LAYERS_BY_CALL})
     provides = frozenset({Invariant.PROBABILITIES})
-
-    def __post_init__(self) -> None:
-        if self.exit < 0:
-            raise RecipeError(
-                f"draft.layerskip: exit is {self.exit}; give the number of draft layers, or 0 for a quarter"
-            )
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         layers = self.layers(context)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.axis import count
-from accel.ir.errors import InputError, RecipeError
+from accel.ir.axis import option
+from accel.ir.errors import InputError
 from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
 from accel.ir.recipe import Recipe
@@ -28,19 +28,18 @@ class MagicDec(Base):
     """`tokens`: of the context, those that each head of the drafting cache keeps; the tokens that come later are all
     kept. `score`: the method of the axis `kv.score` that chooses them, once, when drafting begins. Both caches read
     the same weights, so drafting pays only where the cache is much of what a step reads: long contexts, large batches.
+
+    The paper also drafts by StreamingLLM; as `score` it is refused, since its ring drops tokens while others come.
     """
 
-    tokens: int = count(256, most=1 << 24)
+    tokens: int = option(256, least=1, most=1 << 24)
     score: str = "snapkv"
 
+    lacks = "drafts over StreamingLLM's cache"
     asks = {"tree": "chain"}
     relies = frozenset({Invariant.CHAINS})
     provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
     small: ClassVar[Mapping[str, Any]] = {"tokens": 8}
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RecipeError(f"draft.magicdec: tokens is {self.tokens}; give at least 1")
 
     def draft_recipe(self) -> Recipe:
         budget = {"use": "uniform", "tokens_kept": self.tokens}

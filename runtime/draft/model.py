@@ -15,7 +15,7 @@ import numpy as np
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.recipe import Recipe
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
@@ -39,8 +39,8 @@ SELF = "self"  # the path of the model itself
 
 @dataclass(frozen=True)
 class Model(Base):
-    """`path`: an artifact, or a Hugging Face directory, which is compiled in the same build; both are copied
-    into the artifact.
+    """`path`: an artifact, or a Hugging Face directory or a GGUF file, which is compiled in the same build; either is
+    copied into the artifact.
     Empty: the bundled draft model, for the bundled model. It samples with each row's sampler; with a
     different tokenizer it decodes greedily. "self": the model itself by another `recipe` (a name, or the path of a
     TOML file; by default `base`), over the same weights.
@@ -58,10 +58,11 @@ class Model(Base):
     provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.recipe and self.path != SELF:
             raise RecipeError(
-                f'draft.model: recipe = {self.recipe!r} is of path = "{SELF}", the model itself by another recipe; '
-                f'leave it out, or give path = "{SELF}"'
+                f'{self.full_name}: recipe = {self.recipe!r} is of path = "{SELF}", the model itself by another '
+                f'recipe; leave it out, or give path = "{SELF}"'
             )
 
     def draft_recipe(self) -> Recipe | None:

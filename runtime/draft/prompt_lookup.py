@@ -1,4 +1,4 @@
-"""Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): draft the tokens after an earlier
+"""Prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding): draft the tokens after an earlier
 occurrence of the newest tokens, in the prompt or the output.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.tree import NONE, Tree
@@ -21,11 +21,7 @@ class PromptLookup(Base, Drafter):
     transformers.
     """
 
-    ngram: int = 2
-
-    def __post_init__(self) -> None:
-        if self.ngram < 1:
-            raise RecipeError(f"draft.prompt-lookup: ngram is {self.ngram}; give at least 1")
+    ngram: int = option(2, least=1)
 
     def begin(self, prompt: Ints, store: Any = None) -> Drafter:
         return self

@@ -24,6 +24,7 @@ class Quantspec(Base):
     bits; here both read the same weights, so drafting pays only where the cache is much of what a step reads.
     """
 
+    lacks = "weights of 4 bits for drafts"
     asks = {"tree": "chain"}
     needs = {"kv.codec": "quantspec-kv"}
     relies = frozenset({Invariant.CHAINS, Invariant.COARSE_READS})

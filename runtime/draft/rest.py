@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
@@ -30,23 +30,21 @@ class Rest(Base):
     """
 
     datastore: str = ""
-    span: int = count(16, most=64)
-    least: int = count(2, most=64)
-    hits: int = 5000
-    ahead: int = count(10, most=64)
-    nodes: int = count(64, most=512)
+    span: int = option(16, least=1, most=64)
+    least: int = option(2, least=1, most=64)
+    hits: int = option(5000, least=1)
+    ahead: int = option(10, least=1, most=64)
+    nodes: int = option(64, least=1, most=512)
 
     small = {"least": 1}
     files = ("datastore",)
     breaks = frozenset({Invariant.CHAINS})
 
     def __post_init__(self) -> None:
-        for name in ("least", "hits", "ahead", "nodes"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"draft.rest: {name} is {getattr(self, name)}; give at least 1")
+        super().__post_init__()
         if self.span < self.least:
             raise RecipeError(
-                f"draft.rest: span is {self.span} and least {self.least}; give span >= least"
+                f"{self.full_name}: span is {self.span} and least {self.least}; give span >= least"
             )
 
     def store(self, facts: Facts, tokenizer: Tokenizer | None) -> Datastore | None:

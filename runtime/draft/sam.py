@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.facts import Facts
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.draft._automaton import ROOT, Automaton
@@ -31,18 +30,12 @@ class Sam(Base):
     of a fixed corpus; the store is scanned.
     """
 
-    growth: int = count(4, most=64)
-    most: int = count(40, most=512)
-    bias: int = count(5, most=64)
+    growth: int = option(4, least=0, most=64)
+    most: int = option(40, least=1, most=512)
+    bias: int = option(5, least=0, most=64)
     shared: bool = False
-    bytes: int = 4 << 20
-
-    def __post_init__(self) -> None:
-        for name, least in (("growth", 0), ("most", 1), ("bias", 0)):
-            if getattr(self, name) < least:
-                raise RecipeError(
-                    f"draft.sam: {name} is {getattr(self, name)}; give at least {least}"
-                )
+    bytes: int = option(4 << 20, least=0)
+    lacks = "an automaton of a fixed corpus (a store of texts is scanned)"
 
     def store(self, facts: Facts, tokenizer: Tokenizer | None) -> TextStore | None:
         if not self.shared:

@@ -51,6 +51,7 @@ class Stack(Base):
     built: tuple[Base, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         given = MEMBERS if self.members is None else self.members
         if not isinstance(given, (list, tuple)) or len(given) < 2:
             raise RecipeError(f"draft.stack: members is {shown(given)}, not two or more; {GIVE}")

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.draft import Drafters, More
 from accel.runtime.draft.model import Chains, Model
 from accel.runtime.draft.prompt_lookup import PromptLookup
@@ -28,18 +27,11 @@ class StagedSpec(Model):
     so the target knows what each token was drawn from. Chains only; the paper's trees are not built.
     """
 
-    ngram: int = count(2, most=64)
-    ahead: int = count(3, most=64)
+    ngram: int = option(2, least=1, most=64)
+    ahead: int = option(3, least=0, most=64)
 
+    lacks = "trees of drafts"
     relies = frozenset({Invariant.CHAINS})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, least in (("ngram", 1), ("ahead", 0)):
-            if getattr(self, name) < least:
-                raise RecipeError(
-                    f"draft.staged-spec: {name} is {getattr(self, name)}; give at least {least}"
-                )
 
     def _chains(self, *given: Any) -> Drafters:
         return _Staged(*given, method=self)

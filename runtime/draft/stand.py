@@ -12,11 +12,11 @@ from typing import Self
 
 import numpy as np
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
@@ -48,16 +48,16 @@ class Stand(Base):
     what earlier requests of a loaded model left, too. A memory has up to `bytes`; the oldest n-grams are given up.
     """
 
-    kept: int = count(10, most=64)
+    kept: int = option(10, least=1, most=64)
     shared: bool = False
     bytes: int = 16 << 20
 
     provides = frozenset({Invariant.PROBABILITIES})
 
     def __post_init__(self) -> None:
-        for name, least in (("kept", 1), ("bytes", _entry(max(self.kept, 1)))):
-            if (value := getattr(self, name)) < least:
-                raise RecipeError(f"draft.stand: {name} is {value}; give at least {least}")
+        super().__post_init__()
+        if self.bytes < (least := _entry(self.kept)):
+            raise RecipeError(f"{self.full_name}: bytes is {self.bytes}; give at least {least}")
 
     @property
     def asks(self) -> Mapping[str, str]:

@@ -7,13 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
 from accel.runtime.draft import Base, Drafter
@@ -34,28 +32,13 @@ class SuffixTree(Base):
     paper's suffix trees count the same occurrences; here the texts are scanned, which takes no time to build.
     """
 
-    alpha: float = 1.0
-    offset: float = 0.0
-    min_prob: float = 0.1
-    depth: int = count(64, most=1024)
+    alpha: float = option(1.0, least=0)
+    offset: float = option(0.0)
+    min_prob: float = option(0.1, above=0, most=1)
+    depth: int = option(64, least=1, most=1024)
     tree: bool = False
     shared: bool = False
-    bytes: int = 4 << 20
-
-    def __post_init__(self) -> None:
-        for name, least in (("alpha", 0), ("depth", 1)):
-            if not least <= getattr(self, name) < inf:
-                raise RecipeError(
-                    f"draft.suffix-tree: {name} is {getattr(self, name)}; give at least {least}"
-                )
-        if not -inf < self.offset < inf:
-            raise RecipeError(
-                f"draft.suffix-tree: offset is {self.offset}; give a number of tokens"
-            )
-        if not 0 < self.min_prob <= 1:
-            raise RecipeError(
-                f"draft.suffix-tree: min_prob is {self.min_prob}; give a value above 0, at most 1"
-            )
+    bytes: int = option(4 << 20, least=0)
 
     @property
     def breaks(self) -> frozenset[Invariant]:

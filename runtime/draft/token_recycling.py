@@ -12,8 +12,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
@@ -36,15 +35,9 @@ class TokenRecycling(Base):
     prompt, the newest successor first; the paper's is empty at first and shared between requests.
     """
 
-    followers: int = count(8, most=64)
+    followers: int = option(8, least=1, most=64)
 
     asks = {"tree": "static"}
-
-    def __post_init__(self) -> None:
-        if self.followers < 1:
-            raise RecipeError(
-                f"draft.token-recycling: followers is {self.followers}; give at least 1"
-            )
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         matrices = [follow(row.prompt, session.vocab_size, self.followers) for row in rows]

@@ -117,15 +117,6 @@ def path_of(path: Any, tree: Bools, row: int, count: int) -> Ints:
     return columns
 
 
-def check_no_plan(run_layers: Any, threshold: Any) -> None:
-    """Of a model that always runs all layers. Raises InputError."""
-    if run_layers is not None or threshold is not None:
-        raise InputError(
-            "run_layers and threshold need a model whose layers can be skipped; build this one "
-            "with a depth recipe, such as unified-skip"
-        )
-
-
 def parts_of(tokens: int, most: int) -> Iterator[tuple[int, int]]:
     """The columns of the graph calls of a call of so many tokens: at most `most` of them, and more than FEW in the
     last, since calls of FEW may read less than the whole cache, and one of a single token counts as a generated one.

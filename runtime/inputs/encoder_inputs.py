@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import InputError
-from accel.ir.facts import EncoderFacts
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.inputs.prompts import is_text, items_of
 from accel.runtime.inputs.text import Tokenizer

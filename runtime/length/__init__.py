@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from accel.ir.invariants import Method
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints

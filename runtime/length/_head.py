@@ -18,7 +18,7 @@ from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.ir.parts import bundled, how, part
 from accel.ir.trained import Likeness, Tensors, opened
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.length import Base
 
 LEAST = -20.0  # the logarithm of a chance, at least

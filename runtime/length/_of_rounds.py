@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from accel.ir.errors import RecipeError
 from accel.ir.trained import Tensors
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.length import Pace
 from accel.runtime.length._head import Array, Head, chance
 from accel.runtime.speculation.round_cost import RoundCost
@@ -33,15 +32,6 @@ class OfRounds(Head):
     threshold: float
     most: int
     drafts: ClassVar[Mapping[str, Any]]  # a recipe's tables, whose rounds it learns from
-
-    def __post_init__(self) -> None:
-        if not self.threshold >= 0:
-            raise RecipeError(
-                f"length.{self.key}: threshold is {self.threshold}; give a probability, or more than 1 to draft one "
-                "level each time"
-            )
-        if self.most < 1:
-            raise RecipeError(f"length.{self.key}: most is {self.most}; give at least 1")
 
     @abstractmethod
     def reader(self) -> Reader:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Base, Pace, Paces
@@ -23,18 +23,16 @@ class Bass(Base):
     too, but not less than what some row took. A row that ends, or drafts nothing, does not count.
     """
 
-    tokens: int = count(7, most=256)
-    more: int = count(2, most=256)
-    part: int = count(10, most=256)
-    most: int = count(32, most=256)
+    tokens: int = option(7, least=1, most=256)
+    more: int = option(2, least=1, most=256)
+    part: int = option(10, least=1, most=256)
+    most: int = option(32, least=1, most=256)
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "more", "part", "most"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"length.bass: {name} is {getattr(self, name)}; give at least 1")
+        super().__post_init__()
         if self.tokens > self.most:
             raise RecipeError(
-                f"length.bass: tokens is {self.tokens}, more than most = {self.most}; give at most that many"
+                f"{self.full_name}: tokens is {self.tokens}, more than most = {self.most}; give at most that many"
             )
 
     def begin(self, cost: RoundCost) -> Pace:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.guard import LONGEST
 from accel.runtime.speculation.odds import Odds
@@ -20,16 +19,8 @@ class CostOptimal(Base):
     which doubles after each rejection. `fade`: decay of older acceptance statistics per draft.
     """
 
-    most: int = count(31, most=256)
-    fade: float = 0.95
-
-    def __post_init__(self) -> None:
-        if self.most < 1:
-            raise RecipeError(f"length.cost-optimal: most is {self.most}; give at least 1")
-        if not 0 < self.fade <= 1:
-            raise RecipeError(
-                f"length.cost-optimal: fade is {self.fade}; give a value above 0, at most 1"
-            )
+    most: int = option(31, least=1, most=256)
+    fade: float = option(0.95, above=0, most=1)
 
     def begin(self, cost: RoundCost) -> Pace:
         return _Pace(self, cost)

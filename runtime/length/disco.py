@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.runtime.backends.protocol import Logits
+from accel.ir.axis import option
+from accel.runtime.call import Logits
 from accel.runtime.length._head import Array, spread
 from accel.runtime.length._of_rounds import OfRounds, Reader, likely
 from accel.runtime.tree import Level
@@ -25,10 +25,12 @@ class Disco(OfRounds):
     """Drafts of up to `most` tokens, ended after one that stands, with all before it, with a probability below
     `threshold`; of a tree, after a level whose likeliest token does. `trained`: the head's file, from
     `accel-compile train disco`; empty: the one that is kept for the two models.
+
+    The head reads the ten largest draft probabilities, their entropy and the place in the draft.
     """
 
-    threshold: float = 0.3
-    most: int = count(20, most=256)
+    threshold: float = option(0.3, least=0)
+    most: int = option(20, least=1, most=256)
     trained: str = ""
 
     key: ClassVar[str] = "disco"

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError, unknown
-from accel.runtime.backends.protocol import Logits
+from accel.ir.axis import option
+from accel.runtime.call import Logits
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.round_cost import RoundCost
 from accel.runtime.tree import Level
@@ -27,21 +26,13 @@ class HfAssist(Base):
     """Drafts of up to `tokens`; with schedule "heuristic" plus two after each fully accepted draft, minus
     one after any other. A drafter with logits stops after a token with probability below `threshold` (0: never); of a
     tree, after a level that has no likelier one.
+
+    The threshold is per row. transformers 5.2 computes the new one but drafts with the old one.
     """
 
-    tokens: int = count(20, most=256)
-    schedule: str = "constant"
-    threshold: float = 0.4
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RecipeError(f"length.hf-assist: tokens is {self.tokens}; give at least 1")
-        if self.schedule not in SCHEDULES:
-            raise RecipeError(unknown("length.hf-assist schedule", self.schedule, SCHEDULES))
-        if not 0 <= self.threshold <= 1:
-            raise RecipeError(
-                f"length.hf-assist: threshold is {self.threshold}; give a probability from 0 to 1"
-            )
+    tokens: int = option(20, least=1, most=256)
+    schedule: str = option("constant", one_of=SCHEDULES)
+    threshold: float = option(0.4, least=0, most=1)
 
     def begin(self, cost: RoundCost) -> Pace:
         return _Pace(self)

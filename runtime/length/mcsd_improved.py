@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.runtime.backends.protocol import Logits
+from accel.ir.axis import option
+from accel.runtime.call import Logits
 from accel.runtime.length._head import LEAST, Array, spread
 from accel.runtime.length._of_rounds import OfRounds, Reader, likely
 from accel.runtime.tree import Level
@@ -29,10 +29,13 @@ class McsdImproved(OfRounds):
     The paper's other parts: a tree that ends after a level is the first nodes of the whole one, so its mask is the
     first rows and columns; and first tokens that the target chooses are the draft's root, which the target has chosen:
     more than one of these, of which the best is kept, would change the distribution, so there is none.
+
+    The model reads how likely the drafter finds the likeliest path so far and all paths, what it said there, and
+    the depth.
     """
 
-    threshold: float = 0.5
-    most: int = count(31, most=512)
+    threshold: float = option(0.5, least=0)
+    most: int = option(31, least=1, most=512)
     trained: str = ""
 
     key: ClassVar[str] = "mcsd-improved"

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.trained import Tensors
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.length import Pace
 from accel.runtime.length._head import Array, OfTokens, chance, silu, spread
 from accel.runtime.speculation.round_cost import RoundCost
@@ -27,23 +27,24 @@ class SpecdecPp(OfTokens):
     it is on every path (`least`: levels).
     `trained`: the head's file, from
     `accel-compile train specdec-pp`; empty: the one that is kept for the two models.
+
+    The head reads the draft probabilities; the paper's reads the hidden state. Other models than it was trained for
+    are refused.
     """
 
-    threshold: float = 0.3
-    least: int = 2
-    most: int = count(20, most=256)
+    threshold: float = option(0.3, least=0, most=1)
+    least: int = option(2, least=1)
+    most: int = option(20, least=1, most=256)
     trained: str = ""
 
+    lacks = "a head that reads the hidden state (it reads draft probabilities)"
     key: ClassVar[str] = "specdec-pp"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
+        super().__post_init__()
+        if self.least > self.most:
             raise RecipeError(
-                f"length.specdec-pp: threshold is {self.threshold}; give a probability from 0 to 1"
-            )
-        if not 1 <= self.least <= self.most:
-            raise RecipeError(
-                f"length.specdec-pp: least is {self.least} and most {self.most}; give least >= 1 and most >= least"
+                f"{self.full_name}: least is {self.least}, more than most = {self.most}; give at most that many"
             )
 
     def begin(self, cost: RoundCost) -> Pace:

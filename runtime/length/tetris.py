@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Base, Paces
@@ -32,19 +31,18 @@ class Tetris(Base):
     `published`: as in the paper rows that sample do so, too, and the budget goes to the tokens whose own probability,
     with those before, is largest. That drops drawn tokens for what they are, so samples lean towards what the drafter
     is sure of.
+
+    Waiting takes 1.6 times as many calls of the draft model as all drafting at once (8 rows, `tokens` 4, `extra`
+    2). In tables of two tokens `published` is off by a total variation of 0.004 to 0.26 over the first two tokens
+    of two rows.
     """
 
-    tokens: int = count(4, most=256)
-    extra: int = count(2, most=256)
+    tokens: int = option(4, least=1, most=256)
+    extra: int = option(2, least=0, most=256)
     published: bool = False
 
     relies = frozenset({Invariant.CHAINS, Invariant.PROBABILITIES})
     small: ClassVar[Mapping[str, Any]] = {"tokens": 1, "extra": 1}
-
-    def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("extra", 0)):
-            if (value := getattr(self, name)) < least:
-                raise RecipeError(f"length.tetris: {name} is {value}; give at least {least}")
 
     @property
     def grade(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import RecipeError, unknown
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
@@ -29,20 +29,11 @@ class Blocks(Base):
     first reuse: none; prefix: those before the block; dual: also those after it (arXiv:2505.22618).
     """
 
-    block: int = 32
-    cache: str = "none"
+    block: int = option(32, least=1)
+    cache: str = option("none", one_of=CACHES)
 
     masked_diffusion = True
     breaks = frozenset({Invariant.APPEND_ONLY})
-
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Raises RecipeError that names the option, its value and the range."""
-        self._least("block", 1)
-        if self.cache not in CACHES:
-            raise RecipeError(unknown(f"{self._name}: cache", self.cache, CACHES))
 
     @property
     def grade(self) -> str:
@@ -85,14 +76,6 @@ class Blocks(Base):
         """The places, in a guess, of the tokens that stay, one or more; of a row's block that had `total` masks
         `step` calls before.
         """
-
-    @property
-    def _name(self) -> str:
-        return f"loop.{self.use}"
-
-    def _least(self, option: str, least: int) -> None:
-        if (value := getattr(self, option)) < least:
-            raise RecipeError(f"{self._name}: {option} is {value}; give at least {least}")
 
 
 def share(total: int, steps: int, step: int) -> int:

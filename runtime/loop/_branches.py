@@ -9,7 +9,7 @@ from contextlib import suppress
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.prompts import prompted
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from accel.ir.errors import InputError
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.canvas import CanvasState
+from accel.runtime.session.modes.canvas import CanvasState
 from accel.runtime.session.session import Session
 
 CACHES = ("none", "prefix", "dual")

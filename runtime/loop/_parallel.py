@@ -11,7 +11,7 @@ import numpy as np
 
 from accel.ir.invariants import Invariant
 from accel.runtime.backends import clock
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds, begin_figures
 from accel.runtime.decode.row import Row

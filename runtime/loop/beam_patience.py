@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.axis import count
-from accel.ir.errors import InputError, RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.ir.axis import option
+from accel.ir.errors import InputError
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
@@ -32,25 +32,12 @@ class BeamPatience(Base):
     dropped. Requests that sample are refused.
     """
 
-    beams: int = count(4, most=256)
-    patience: float = 1.0
-    length_penalty: float = 1.0
+    beams: int = option(4, least=1, most=256)
+    patience: float = option(1.0, above=0)
+    length_penalty: float = option(1.0, least=-STEEPEST, most=STEEPEST)
 
     grade = "approximate"  # other tokens than greedy decoding takes, though likelier ones
     searches = True
-
-    def __post_init__(self) -> None:
-        if self.beams < 1:
-            raise RecipeError(f"loop.beam-patience: beams is {self.beams}; give at least 1")
-        if not self.patience > 0:
-            raise RecipeError(
-                f"loop.beam-patience: patience is {self.patience}; give a number above 0 (1 is standard beam search)"
-            )
-        if not -STEEPEST <= self.length_penalty <= STEEPEST:
-            raise RecipeError(
-                f"loop.beam-patience: length_penalty is {self.length_penalty}; give -{STEEPEST} to {STEEPEST} "
-                "(1 is the mean of a token's log-probability)"
-            )
 
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from accel.ir.axis import option
 from accel.runtime.loop._blocks import Blocks, share
 from accel.runtime.loop._canvas import Guess
 
@@ -15,11 +16,7 @@ class DllmLowconf(Blocks):
     are compared with.
     """
 
-    steps: int = 0
-
-    def validate(self) -> None:
-        super().validate()
-        self._least("steps", 0)
+    steps: int = option(0, least=0)
 
     @property
     def static(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.loop._blocks import Blocks, surest
 from accel.runtime.loop._canvas import Guess
 
@@ -19,15 +19,8 @@ class DllmThreshold(Blocks):
     With `factor` above 0 the n surest stay instead, as many as have (n + 1) (1 - probability) below it.
     """
 
-    threshold: float = 0.9
-    factor: float = 0.0
-
-    def validate(self) -> None:
-        super().validate()
-        if self.factor < 0:
-            raise RecipeError(
-                f"{self._name}: factor is {self.factor}; give 0 (the threshold decides) or more"
-            )
+    threshold: float = option(0.9)
+    factor: float = option(0.0, least=0)
 
     @property
     def static(self) -> bool:

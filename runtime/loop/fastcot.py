@@ -8,9 +8,9 @@ from time import perf_counter
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import InputError, RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.ir.axis import option
+from accel.ir.errors import InputError
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds, begin_figures
 from accel.runtime.decode.row import Row
@@ -32,20 +32,13 @@ class FastCoT(Base):
     plain decoding, of a rationale of `passes` tokens.
     """
 
-    window: int = count(8, most=256)
-    passes: int = 64
+    window: int = option(8, least=0, most=256)
+    passes: int = option(64, least=1)
     answer: str = ""
 
     grade = "approximate"
     relies = DRAFTS_RELY
     writes = True
-
-    def __post_init__(self) -> None:
-        for name, least in (("window", 0), ("passes", 1)):
-            if getattr(self, name) < least:
-                raise RecipeError(
-                    f"loop.fastcot: {name} is {getattr(self, name)}; give at least {least}"
-                )
 
     def check(self, tokenizer: Tokenizer | None) -> None:
         if self.answer and tokenizer is None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import InputError, RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.ir.axis import option
+from accel.ir.errors import InputError
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
@@ -28,13 +28,9 @@ class FirstFinish(Base):
     follow is dropped.
     """
 
-    samples: int = count(4, most=256)
+    samples: int = option(4, least=1, most=256)
 
     grade = "approximate"  # answers are shorter than those that the model alone would give
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise RecipeError(f"loop.first-finish: samples is {self.samples}; give at least 1")
 
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import InputError
 from accel.runtime.loop._blocks import Blocks
 from accel.runtime.loop._canvas import Canvas, Guess
@@ -23,11 +23,7 @@ class Freedave(Blocks):
     So the tokens are those of `dllm-lowconf` with one token per call and the same `cache`, in fewer calls. Greedy only.
     """
 
-    drafts: int = count(4, most=64)
-
-    def validate(self) -> None:
-        super().validate()
-        self._least("drafts", 1)
+    drafts: int = option(4, least=1, most=64)
 
     @property
     def ways(self) -> int:

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.ir.axis import option
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.row import Row
@@ -36,15 +35,11 @@ class Jacobi(Base):
     `autoregressive`. The output is that of plain decoding, also when sampling.
     """
 
-    block: int = count(16, most=256)
+    block: int = option(16, least=1, most=256)
 
     grade = "lossless"
     relies = DRAFTS_RELY
     weighs = True
-
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise RecipeError(f"loop.jacobi: block is {self.block}; give at least 1")
 
     def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
         methods = {

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.backends import clock
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds, begin_figures, picked
 from accel.runtime.decode.row import Row
@@ -38,9 +38,9 @@ class Lookahead(Base):
     """
 
     # a processor, to which tokens of a call are not free, gains by no more than one (docs/figures)
-    window: int = count(1, most=256)
-    ngram: int = count(5, most=32)
-    guesses: int = count(1, most=256)
+    window: int = option(1, least=1, most=256)
+    ngram: int = option(5, least=2, most=32)
+    guesses: int = option(1, least=1, most=256)
 
     grade = "lossless"
     trees = True
@@ -48,15 +48,11 @@ class Lookahead(Base):
     small: ClassVar[Mapping[str, Any]] = {"ngram": 3}
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):
-            if getattr(self, name) < least:
-                raise RecipeError(
-                    f"loop.lookahead: {name} is {getattr(self, name)}; give at least {least}"
-                )
+        super().__post_init__()
         if self.widest > CHUNK:
             raise RecipeError(
-                f"loop.lookahead: window = {self.window}, ngram = {self.ngram} and guesses = {self.guesses} need calls "
-                f"of up to {self.widest} tokens; give smaller ones, for up to {CHUNK}"
+                f"{self.full_name}: window = {self.window}, ngram = {self.ngram} and guesses = {self.guesses} need "
+                f"calls of up to {self.widest} tokens; give smaller ones, for up to {CHUNK}"
             )
 
     @property
@@ -71,8 +67,8 @@ class Lookahead(Base):
         wide = session.capabilities.width
         if wide is not None and wide < self.widest:
             raise InputError(
-                f"loop.lookahead: window = {self.window}, ngram = {self.ngram} and guesses = {self.guesses} need calls "
-                f"of up to {self.widest} tokens, but this model gives exact results only up to "
+                f"loop.lookahead: window = {self.window}, ngram = {self.ngram} and guesses = {self.guesses} need "
+                f"calls of up to {self.widest} tokens, but this model gives exact results only up to "
                 f"{wide} (session.capabilities); build with smaller values"
             )
         return _Rounds(session, rows, self, context)

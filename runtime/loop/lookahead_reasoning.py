@@ -12,10 +12,10 @@ from time import perf_counter
 
 import numpy as np
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.judge import Judge
 from accel.runtime.decode.rounds import Rounds, begin_figures
@@ -44,10 +44,11 @@ class LookaheadReasoning(Base):
     others are drawn with random numbers of their own or, of a greedy row, begin with less likely tokens.
     """
 
-    steps: int = count(4, most=32)
-    step_tokens: int = count(100, most=1024)
-    width: int = count(1, most=8)
+    steps: int = option(4, least=1, most=32)
+    step_tokens: int = option(100, least=1, most=1024)
+    width: int = option(1, least=1, most=8)
 
+    lacks = "drafting while the model writes (they take turns)"
     asks = {"draft": ""}
     relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}
     grade = "approximate"
@@ -55,15 +56,11 @@ class LookaheadReasoning(Base):
     weighs = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "step_tokens", "width"):
-            if getattr(self, name) < 1:
-                raise RecipeError(
-                    f"loop.lookahead-reasoning: {name} is {getattr(self, name)}; give at least 1"
-                )
+        super().__post_init__()
         if (nodes := sum(self.width**level for level in range(1, self.steps + 1))) > MOST:
             raise RecipeError(
-                f"loop.lookahead-reasoning: width = {self.width} and steps = {self.steps} are {nodes} steps of a "
-                f"round, each a row of the session; give smaller ones, for up to {MOST}"
+                f"{self.full_name}: width = {self.width} and steps = {self.steps} are {nodes} steps of a round, each a "
+                f"row of the session; give smaller ones, for up to {MOST}"
             )
 
     def check(self, tokenizer: Tokenizer | None) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop._parallel import Ahead, Parallel
 from accel.runtime.speculation.follow import Follower
@@ -22,11 +21,7 @@ class Pearl(Parallel):
     next call verifies none. The output is that of plain decoding, also when sampling.
     """
 
-    ahead: int = count(4, most=256)
-
-    def __post_init__(self) -> None:
-        if self.ahead < 1:
-            raise RecipeError(f"loop.pearl: ahead is {self.ahead}; give at least 1")
+    ahead: int = option(4, least=1, most=256)
 
     def drafted(
         self, follower: Follower, texts: Mapping[int, Ints], sure: Mapping[int, int]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from accel.ir.axis import option
 from accel.runtime.loop._canvas import Canvas
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
 
@@ -18,9 +19,9 @@ class Prophet(DllmLowconf):
     of every mask: with `cache` = dual, which sees the block alone, of those in the block.
     """
 
-    early: float = 7.5
-    middle: float = 5.0
-    late: float = 2.5
+    early: float = option(7.5)
+    middle: float = option(5.0)
+    late: float = option(2.5)
 
     @property
     def static(self) -> bool:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.ir.sizes import FEW
 from accel.runtime.decode.context import DecodeContext
@@ -26,14 +25,10 @@ class RetroAttention(Base):
     `autoregressive`.
     """
 
-    window: int = count(2, most=FEW)
+    window: int = option(2, least=1, most=FEW)
 
     relies = frozenset({Invariant.REWIND, Invariant.LATER_READS})
     grade = "approximate"
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise RecipeError(f"loop.retro-attention: window = {self.window}; give 1..{FEW}")
 
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import InputError, RecipeError
+from accel.ir.axis import option
+from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.prompts import prompted
 from accel.runtime.decode.row import Row
@@ -45,23 +45,15 @@ class SelfInfill(Base):
     plain decoding's of the prompt behind the prefix sentinel, without any sentinels.
     """
 
-    threshold: float = 0.1
+    threshold: float = option(0.1, least=0, most=1)
     suffix: str = "return"
     randomly: bool = False
-    loops: int = count(0, most=16)
+    loops: int = option(0, least=0, most=16)
 
     grade = "approximate"
     relies = frozenset({Invariant.REWIND})
     searches = True
     writes = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise RecipeError(
-                f"loop.self-infill: threshold is {self.threshold}; give a probability, 0 to 1"
-            )
-        if self.loops < 0:
-            raise RecipeError(f"loop.self-infill: loops is {self.loops}; give 0 or more")
 
     def check(self, tokenizer: Tokenizer | None) -> None:
         _Marks.of(tokenizer)

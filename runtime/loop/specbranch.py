@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
-from accel.runtime.backends.protocol import Logits
+from accel.ir.axis import option
+from accel.runtime.call import Logits
 from accel.runtime.draft._levels import Levels
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop._parallel import Ahead, Parallel
@@ -29,22 +28,12 @@ class Specbranch(Parallel):
     next call verifies what follows it. The output is that of plain decoding, also when sampling.
     """
 
-    branches: int = count(3, most=16)
-    ahead: int = count(6, most=32)
-    threshold: float = 0.4
+    branches: int = option(3, least=1, most=16)
+    ahead: int = option(6, least=1, most=32)
+    threshold: float = option(0.4, least=0, below=1)
 
+    lacks = "the optional predictor that reads hidden states"
     grows = True
-
-    def __post_init__(self) -> None:
-        for name in ("branches", "ahead"):
-            if getattr(self, name) < 1:
-                raise RecipeError(
-                    f"loop.specbranch: {name} is {getattr(self, name)}; give at least 1"
-                )
-        if not 0 <= self.threshold < 1:
-            raise RecipeError(
-                f"loop.specbranch: threshold is {self.threshold}; give a probability of at least 0 and below 1"
-            )
 
     def drafted(
         self, follower: Follower, texts: Mapping[int, Ints], sure: Mapping[int, int]

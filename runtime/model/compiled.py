@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -14,17 +14,14 @@ from accel.ir.errors import ArtifactError, InputError, shown
 from accel.ir.facts import Facts
 from accel.runtime.artifact.artifact import Artifact, copy_artifact
 from accel.runtime.artifact.shipped import located
-from accel.runtime.backends.onnx.backend import OrtBackend
-from accel.runtime.backends.onnx.tune import Tuning
-from accel.runtime.backends.protocol import Backend, Logits
+from accel.runtime.backends.protocol import Backend
+from accel.runtime.backends.tuning import Tuning
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
 from accel.runtime.decode.judge import Judge, JudgeFunction
-from accel.runtime.decode.logits_processors import LogitsProcessor
 from accel.runtime.decode.pool import groups
 from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
-from accel.runtime.decode.sampling_params import sampling_params as joined_params
-from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.encoder_inputs import encoder_rows
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.inputs.prompts import (
@@ -43,7 +40,9 @@ from accel.runtime.model.meter import Meter
 from accel.runtime.model.notebook import model_table
 from accel.runtime.model.output import Output
 from accel.runtime.model.requests import (
+    RequestOptions,
     Sources,
+    asked,
     check_one_each,
     prompt_behind,
     samples_of,
@@ -103,27 +102,7 @@ class CompiledModel:
         self,
         prompts: Any = None,
         max_new_tokens: int = MAX_TOKENS,
-        *,
-        encoder_input: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        adapter: Any = None,
-        sampling_params: SamplingParams | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        stop: str | list[str] | None = None,
-        eos: Any = None,
-        n: int = 1,
-        logprobs: int | None = None,
-        logit_bias: Mapping[int, float] | None = None,
-        logits_processors: Sequence[LogitsProcessor] | None = None,
-        structured_outputs: StructuredOutputsParams | None = None,
-        judge: JudgeFunction | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Output:
         """Continue prompts. Each prompt gets the tokens that it would get alone.
 
@@ -157,18 +136,12 @@ class CompiledModel:
         Raises:
             InputError: a prompt or an option is out of range.
         """
-        params = joined_params(
-            sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty, seed=seed, stop=stop, n=n,
-            logprobs=logprobs, logit_bias=logit_bias, logits_processors=logits_processors,
-            structured_outputs=structured_outputs,
-        )  # fmt: skip
-        prompts = without_messages(prompts, self.tokenizer, chat_template_kwargs)
-        sources, prompts = sources_of(encoder_input, prompts, self.facts, self.tokenizer)
+        params, given = asked(options, max_new_tokens, self.facts)
+        prompts = without_messages(prompts, self.tokenizer, given.chat_template_kwargs)
+        sources, prompts = sources_of(given.encoder_input, prompts, self.facts, self.tokenizer)
         samples = self._samples(prompts, params)
-        names = self._sessions.named(adapter, len(samples) // params.n)
-        context = self._context(judge)
+        names = self._sessions.named(given.adapter, len(samples) // params.n)
+        context = self._context(given.judge)
         meter = Meter(self.tuning, context.costs)
         for _ in self._decode(samples, params.n, sources, names, meter, context):
             pass
@@ -188,26 +161,8 @@ class CompiledModel:
         prompt: Any = None,
         max_new_tokens: int = MAX_TOKENS,
         *,
-        encoder_input: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        adapter: Any = None,
-        sampling_params: SamplingParams | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        seed: int | None = None,
-        stop: str | list[str] | None = None,
-        eos: Any = None,
-        logprobs: int | None = None,
-        logit_bias: Mapping[int, float] | None = None,
-        logits_processors: Sequence[LogitsProcessor] | None = None,
-        structured_outputs: StructuredOutputsParams | None = None,
-        judge: JudgeFunction | None = None,
         session: Session | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """Like `generate`, for one prompt: iterate over pieces of text (text prompt, or messages) or token ids.
 
@@ -218,24 +173,18 @@ class CompiledModel:
         run again, and its adapter is used. It holds the new tokens afterwards and stays open: give a `fork()` to keep
         it as it is.
         """
-        params = joined_params(
-            sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty, seed=seed, stop=stop,
-            logprobs=logprobs, logit_bias=logit_bias, logits_processors=logits_processors,
-            structured_outputs=structured_outputs,
-        )  # fmt: skip
+        params, given = asked(options, max_new_tokens, self.facts)
         text = is_text(prompt) or (
             isinstance(prompt, (list, tuple))
             and any(is_text(one) or is_conversation(one) for one in prompt[:1])
         )
         text = text or is_conversation(prompt) or (prompt is None and self.tokenizer is not None)
-        prompt = without_messages(prompt, self.tokenizer, chat_template_kwargs)
-        sources, prompt = sources_of(encoder_input, prompt, self.facts, self.tokenizer)
-        names = self._sessions.named(adapter, 1)
+        prompt = without_messages(prompt, self.tokenizer, given.chat_template_kwargs)
+        sources, prompt = sources_of(given.encoder_input, prompt, self.facts, self.tokenizer)
+        names = self._sessions.named(given.adapter, 1)
         if session is not None:
-            prompt = prompt_behind(session, prompt, adapter, self.facts, self.tokenizer)
-        return self._stream(prompt, params, text, sources, names, session, judge)
+            prompt = prompt_behind(session, prompt, given.adapter, self.facts, self.tokenizer)
+        return self._stream(prompt, params, text, sources, names, session, given.judge)
 
     def chat(
         self,
@@ -373,13 +322,13 @@ class CompiledModel:
         use, in under two seconds. None for a model without an artifact.
         """
         backend = self._sessions.backend
-        return backend.tuning if isinstance(backend, OrtBackend) else None
+        return None if backend is None else backend.tuning
 
     @property
     def threads(self) -> int | None:
         """Compute threads of a call; None where they are not the model's own (a target other than ONNX Runtime)."""
         backend = self._sessions.backend
-        return backend.threads if isinstance(backend, OrtBackend) else None
+        return None if backend is None else backend.threads
 
     @property
     def costs(self) -> Costs:
@@ -399,7 +348,7 @@ class CompiledModel:
     @property
     def _cost_key(self) -> dict[str, Any] | None:
         backend = self._sessions.backend
-        return backend.cost_key if isinstance(backend, OrtBackend) else None
+        return None if backend is None else backend.cost_key
 
     def _context(self, judge: JudgeFunction | None = None) -> DecodeContext:
         """What the loop is given for a request; costs are measured where it goes by them. Raises InputError."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accel.runtime.backends.onnx.tune import Tuning
+from accel.runtime.backends.tuning import Tuning
 from accel.runtime.decode.costs import Costs
 from accel.runtime.decode.row import STAGES, Row
 from accel.runtime.session.session import Session

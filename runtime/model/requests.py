@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, unknown
 from accel.ir.facts import Facts
+from accel.runtime.decode.judge import JudgeFunction
 from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.decode.row import Row
-from accel.runtime.decode.sampling_params import SamplingParams
+from accel.runtime.decode.sampling_params import SamplingOptions, SamplingParams, sampling_params
 from accel.runtime.decode.structured_outputs import Grammar
 from accel.runtime.inputs.encoder_inputs import encoder_rows
 from accel.runtime.inputs.ints import Ints
@@ -22,10 +25,45 @@ from accel.runtime.loop import Base as Loop
 from accel.runtime.model.sample import Sample
 from accel.runtime.model.transcript import Transcript
 from accel.runtime.sample import Base as Sampler
-from accel.runtime.session.observers.prompt_filter import unseen
+from accel.runtime.session.prompt.filter import unseen
 from accel.runtime.session.session import Session
 
 Sources = list[npt.NDArray[Any]] | None  # of an encoder, one for each prompt; None: there is none
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """The options of `generate` and `stream`."""
+
+    encoder_input: Any
+    chat_template_kwargs: Mapping[str, Any] | None
+    adapter: Any
+    judge: JudgeFunction | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Those of them that say no more than the prompt: see `CompiledModel.generate`."""
+
+    encoder_input: Any = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    adapter: Any = None
+    judge: JudgeFunction | None = None
+
+
+def asked(
+    options: RequestOptions, max_new_tokens: int, facts: Facts
+) -> tuple[SamplingParams, Asked]:
+    """How tokens are picked and where they end, and the rest. Raises InputError, also for an unknown option."""
+    said: dict[str, Any] = dict(options)
+    for name in said:
+        if name not in RequestOptions.__annotations__:
+            raise InputError(
+                unknown("option", name, ["max_new_tokens", *RequestOptions.__annotations__])
+            )
+    own = {f.name for f in fields(Asked)}
+    given = Asked(**{name: value for name, value in said.items() if name in own})
+    rest = {name: value for name, value in said.items() if name not in own}
+    return sampling_params(facts, max_new_tokens, rest), given
 
 
 def sources_of(

@@ -11,7 +11,6 @@ from accel.ir.errors import InputError
 from accel.ir.facts import Facts
 from accel.ir.peft import read_adapter
 from accel.runtime.artifact.artifact import Artifact
-from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.protocol import Backend
 from accel.runtime.inputs.encoder_inputs import padded
 from accel.runtime.model.adapters import Adapters, Chosen, names_of
@@ -55,7 +54,7 @@ class Sessions:
                 backend.open_session,
                 backend.pool,
                 None if artifact is None else artifact.path,
-                backend.threads if isinstance(backend, OrtBackend) else None,
+                backend.threads,
             )
         )
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import AccelError
+from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.invariants import Method
 from accel.runtime.inputs.ints import Ints
 
@@ -72,6 +72,12 @@ def numbers(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 class Base(Method, ABC):
     """A frozen dataclass whose fields are its options. Raises InputError for invalid values on creation."""
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except RecipeError as error:  # its options come with a request
+            raise InputError(str(error)) from None
 
     @property
     def greedy(self) -> bool:

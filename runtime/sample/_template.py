@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import InputError
+from accel.ir.axis import option
 from accel.runtime.sample import Base, Distribution, numbers
 
 
@@ -15,13 +15,7 @@ from accel.runtime.sample import Base, Distribution, numbers
 class Template(Base):
     """What the next token is drawn from: here, softmax(logits / temperature)."""
 
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise InputError(
-                f"temperature = {self.temperature} is out of range; give a value above 0"
-            )
+    temperature: float = option(1.0, above=0)
 
     def scores(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]

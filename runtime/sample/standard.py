@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.axis import WHOLE
 from accel.ir.errors import InputError, shown
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Base, Distribution, numbers
@@ -35,6 +36,9 @@ class Standard(Base):
 
     def validate(self) -> None:
         """Raises InputError that names the parameter, its value and the range."""
+        _check(
+            "start", self.start, _whole(self.start) and 0 <= self.start <= WHOLE, f"0 to {WHOLE}"
+        )
         _check(
             "temperature", self.temperature, 0 <= _number(self.temperature) < math.inf, "0 or more"
         )

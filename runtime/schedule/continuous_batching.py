@@ -1,4 +1,6 @@
-"""Continuous batching (Orca, OSDI 2022): requests join and leave at each iteration."""
+"""Continuous batching (Orca: A Distributed Serving System for Transformer-Based Generative Models, OSDI 2022):
+requests join and leave at each iteration.
+"""
 
 from __future__ import annotations
 

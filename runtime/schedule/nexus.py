@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.schedule import Base, Limits, Plan, State, Task
 from accel.runtime.schedule._queue import WATERMARK, decoding
 
@@ -26,30 +25,17 @@ class Nexus(Base):
     than `hysteresis`.
     """
 
-    tokens: int = count(256, most=1 << 20)
-    aging: float = 64.0
-    balance: float = 8.0
-    bandwidth: float = 0.5
-    usage: float = 0.7
-    round_slack: float = 0.5
-    prompt_slack: float = 1.0
-    hysteresis: float = 0.1
+    tokens: int = option(256, least=1, most=1 << 20)
+    aging: float = option(64.0, above=0)
+    balance: float = option(8.0, above=0)
+    bandwidth: float = option(0.5, above=0)
+    usage: float = option(0.7, least=0)
+    round_slack: float = option(0.5, least=0)
+    prompt_slack: float = option(1.0, least=0)
+    hysteresis: float = option(0.1, least=0)
 
+    lacks = "measured curves of its cost model"
     chunks = overtakes = beside = True
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RecipeError(f"schedule.nexus: tokens is {self.tokens}; give at least 1")
-        for name in ("aging", "balance", "bandwidth"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise RecipeError(
-                    f"schedule.nexus: {name} is {getattr(self, name)}; give a number above 0"
-                )
-        for name in ("usage", "round_slack", "prompt_slack", "hysteresis"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise RecipeError(
-                    f"schedule.nexus: {name} is {getattr(self, name)}; give 0 or more"
-                )
 
     def plan(self, state: State, limits: Limits) -> Plan:
         """One prompt at a time, beside those that decode."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.schedule import Base, Limits, Plan, State
 from accel.runtime.schedule._queue import served
 
@@ -17,13 +16,10 @@ class Sarathi(Base):
     (`Session.capabilities.chunks`) gets them whole, in the iterations of `continuous-batching`.
     """
 
-    tokens: int = count(512, most=1 << 20)
+    tokens: int = option(512, least=1, most=1 << 20)
 
+    lacks = "one call for chunks and decodes; micro-batches of pipelines"
     chunks = True
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RecipeError(f"schedule.sarathi: tokens is {self.tokens}; give at least 1")
 
     def plan(self, state: State, limits: Limits) -> Plan:
         return served(state, limits, self.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.runtime.schedule import (
     MIXED,
@@ -34,23 +34,18 @@ class Splitwise(Base):
     `continuous-batching` does, so that one process in all is that.
     """
 
-    prompt: int = count(1, most=MOST)
-    token: int = count(1, most=MOST)
-    mixed: int = count(0, most=MOST)
-    queue: int = 8192
+    prompt: int = option(1, least=0, most=MOST)
+    token: int = option(1, least=0, most=MOST)
+    mixed: int = option(0, least=0, most=MOST)
+    queue: int = option(8192, least=1)
+
+    lacks = "sending a cache layer by layer while a prompt runs"
 
     def __post_init__(self) -> None:
-        counts = {"prompt": self.prompt, "token": self.token, "mixed": self.mixed}
-        for name, value in counts.items():
-            if value < 0:
-                raise RecipeError(
-                    f"schedule.splitwise: {name} is {value}; give 0 or more processes"
-                )
-        if self.queue < 1:
-            raise RecipeError(f"schedule.splitwise: queue is {self.queue}; give at least 1 token")
+        super().__post_init__()
         if not self.mixed and not (self.prompt and self.token):
             raise RecipeError(
-                f"schedule.splitwise: {self.prompt} prompt and {self.token} token processes cannot serve both phases; "
+                f"{self.full_name}: {self.prompt} prompt and {self.token} token processes cannot serve both phases; "
                 "give one of each, or a mixed one"
             )
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from accel.ir.errors import AccelError, InputError
 from accel.runtime.backends.buffers import STEP
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits, whole_tiles
-from accel.runtime.inputs.calls import call_tokens, check_no_plan, row_parts
+from accel.runtime.backends.protocol import BackendSession, whole_tiles
+from accel.runtime.call import Arrays, Call, Logits, Outputs
+from accel.runtime.inputs.calls import call_tokens, row_parts
 from accel.runtime.inputs.ints import Bools, Ints
+from accel.runtime.session.extra import Extra, check_names
 from accel.runtime.session.flat import flat_call, pays
-from accel.runtime.session.observers.observer import SessionObserver
+from accel.runtime.session.observers import observer_classes
+from accel.runtime.session.observers.observer import CallWatcher, PromptRunner, SessionObserver
 from accel.runtime.session.rows import Kin, wanted_rows
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
@@ -23,7 +27,9 @@ LOST = (
     "a call failed ({}) after some of its tokens had been evicted or counted, which cannot be undone; "
     "this session is closed, open another with model.session()"
 )
-_NO_QUERIES: Arrays = {}
+NONE: Mapping[str, Any] = MappingProxyType({})
+_NOTHING: Arrays = {}
+_Kind = TypeVar("_Kind")
 
 
 class LaidAdapter(Protocol):
@@ -35,6 +41,11 @@ class LaidAdapter(Protocol):
     def number(self) -> int: ...
     @property
     def digest(self) -> str: ...
+
+
+def of_kind(observers: Sequence[object], kind: type[_Kind]) -> tuple[_Kind, ...]:
+    """Those of a class, in their order."""
+    return tuple(one for one in observers if isinstance(one, kind))
 
 
 class SessionCore:
@@ -71,12 +82,13 @@ class SessionCore:
         self._gone: Ints = np.zeros(
             batch, np.int64
         )  # tokens of a call's rows whose places others took
-        self._steered = any(one.steers for one in self.observers)
-        self._stays = not any(  # no slot is taken away or added between the parts of a prompt
-            getattr(type(one), name) is not getattr(SessionObserver, name)
-            for one in self.observers
-            for name in ("settle", "make_room", "slots")
-        )
+        self.watchers: tuple[CallWatcher, ...] = of_kind(self.observers, CallWatcher)
+        self.runners = of_kind(self.observers, PromptRunner)
+        self._listeners: tuple[CallWatcher, ...] = ()  # which are a caller's
+        self._hearing = self.watchers  # of the steps of a call
+        self._of_tree = _NOTHING  # what the last tree's step gave for listeners
+        self._stays = not any(one.moves_slots for one in self.watchers)
+        self._controls = {name for one in self.watchers for name in one.controls}
 
     @property
     def backend(self) -> BackendSession:
@@ -93,7 +105,7 @@ class SessionCore:
     @property
     def base(self) -> Ints | int:
         """The position of slot 0 of each row [B]."""
-        for one in self.observers:
+        for one in self.watchers:
             if one.base is not None:
                 return one.base
         return 0
@@ -146,34 +158,62 @@ class SessionCore:
         other.kin = Kin.copies(rows, other.lengths)
         return other
 
+    def call(
+        self,
+        tokens: Any,
+        lengths: Any,
+        last_only: bool,
+        want: Collection[str],
+        controls: Mapping[str, Any],
+    ) -> Outputs:
+        """See `Session.step`."""
+        check_names("output", want, self.backend.extra)
+        before, extra = self.lengths, Extra(want, self.batch, last_only)
+        ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
+        self._hearing = (*self._hearing, extra)
+        try:
+            logits = self.run(ids, counts, last_only, controls)
+        finally:
+            self._hearing = (*self.watchers, *self._listeners)
+        if want and extra.missed(np.full(self.batch, ids.shape[1]) if counts is None else counts):
+            self.back(before)
+            raise InputError(
+                f"{', '.join(want)}: this model's recipe runs tokens of the call without its step, which gives them; "
+                "run fewer tokens in a call, or build with another recipe"
+            )
+        return Outputs(logits, extra.outputs())
+
+    def listen(self, listeners: tuple[CallWatcher, ...]) -> None:
+        """See `Session.listen`."""
+        self._listeners = listeners
+        self._hearing = (*self.watchers, *listeners)
+
+    @property
+    def listeners(self) -> tuple[CallWatcher, ...]:
+        """Those of `listen`."""
+        return self._listeners
+
     def run(
         self,
         tokens: Any,
         lengths: Any,
         last_only: bool,
-        run_layers: Any = None,
-        threshold: float | None = None,
+        controls: Mapping[str, Any] = NONE,
         prompt: bool = False,
-        coarse: bool = False,
     ) -> Logits:
         """See `Session.run`; `prompt`: a prompt ends with these tokens."""
-        if coarse:
-            with self._coarse():
-                return self.run(tokens, lengths, last_only, run_layers, threshold, prompt)
         backend, before = self.backend, self.lengths
         ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
-        after = before + (ids.shape[1] if counts is None else counts)
         self._gone = np.zeros_like(before)
-        if not self._steered:
-            check_no_plan(run_layers, threshold)
-        for one in self.observers:
-            one.begin(backend, before, after, run_layers, threshold, prompt)
+        call = Call(ids, counts, before, prompt, self._checked(controls) if controls else NONE)
+        for one in self.watchers:
+            one.begin(backend, call)
         try:
             self.catch_up()
             if last_only:
                 ids, counts = self._admit(ids, counts)
             logits = self._ran(ids, counts, last_only, prompt and not before.any())
-            after = self._settle("call", after - self._gone, self.observers)
+            after = self._settle("call", call.after - self._gone, self.watchers)
         except BaseException as error:
             self.undo(before, error)
             raise
@@ -189,7 +229,7 @@ class SessionCore:
     def _admit(self, ids: Ints, counts: Ints | None) -> tuple[Ints, Ints | None]:
         """Of tokens [B,T], `counts` of them real (None: all), rows hold from here on what is known: what is left."""
         before = self.lengths
-        for one in self.observers:
+        for one in self.runners:
             if (left := one.admit(self.backend, ids, counts, before)) is not None:
                 ids, counts, found = left
                 self.lengths, self.room = before + found, []
@@ -197,11 +237,11 @@ class SessionCore:
 
     def end_prompt(self) -> None:
         """See `Session.end_prompt`."""
-        if any(one.base is not None for one in self.observers):
+        if any(one.base is not None for one in self.watchers):
             self.catch_up()  # what is compressed cannot be run again later
-        for one in self.observers:
+        for one in self.watchers:
             one.rehearse(self, "prompt", self.lengths)
-        self.lengths = self._settle("prompt", self.lengths, self.observers)
+        self.lengths = self._settle("prompt", self.lengths, self.watchers)
 
     def rewind(self, wanted: Ints) -> None:
         """Let rows hold no more than `wanted` [B] tokens."""
@@ -244,8 +284,8 @@ class SessionCore:
             one.catch_up()
         ends = [core.lengths - core.base for core in (self, other)]
         slots = [max(int(end.max()) for end in ends)]
-        for mine, its in zip(self.observers, other.observers, strict=True):
-            pairs = zip(mine.slots(ends[0]), its.slots(ends[1]), strict=True)
+        for watcher, its in zip(self.watchers, other.watchers, strict=True):
+            pairs = zip(watcher.slots(ends[0]), its.slots(ends[1]), strict=True)
             slots += [max(pair) for pair in pairs]
         room = [max(pair) for pair in zip(self.room or slots, other.room or slots, strict=True)]
         for one in (self, other):
@@ -253,8 +293,8 @@ class SessionCore:
         room = self.room
         self.backend.join(other.backend)
         other._backend = None
-        for mine, its in zip(self.observers, other.observers, strict=True):
-            mine.join(self.backend, its)
+        for mine, theirs in zip(self.observers, other.observers, strict=True):
+            mine.join(self.backend, theirs)
         group = np.concatenate([self.kin.group, other.kin.group + 1 + self.kin.group.max()])
         self.kin = Kin(group, np.concatenate([self.kin.upto, other.kin.upto]))
         self.lengths = np.concatenate([self.lengths, other.lengths])
@@ -327,40 +367,50 @@ class SessionCore:
         tokens: Ints,
         counts: Ints,
         first: Ints,
-        listeners: tuple[SessionObserver, ...] = (),
+        listeners: tuple[CallWatcher, ...] = (),
     ) -> Logits:
         """See `Calls`."""
         return self._chunks(tokens, counts, first, True, listeners)
 
     @contextmanager
-    def whole_prompt(self, counts: Ints) -> Iterator[None]:
+    def whole_prompt(self, tokens: Ints, counts: Ints) -> Iterator[None]:
         """See `Calls`."""
         before = self.lengths
-        for one in self.observers:
-            one.begin(self.backend, before, before + counts, None, None, True)
+        call = Call(tokens, counts, before, prompt=True)
+        for one in self.watchers:
+            one.begin(self.backend, call)
         try:
             yield
         except BaseException as error:
             self.undo(before, error)
             raise
 
-    def begin_tree(self, after: Ints) -> None:
-        """A call comes that may be given up again, in which rows would grow to `after` tokens."""
-        for one in self.observers:
-            one.begin(self.backend, self.lengths, after, None, None, False)
+    def begin_tree(self, tokens: Ints, counts: Ints) -> None:
+        """A call of tokens [B,T] comes that may be given up again, `counts` [B] of them real."""
+        call = Call(tokens, counts, self.lengths)
+        for one in self.watchers:
+            one.begin(self.backend, call)
 
-    def end_tree(self, tokens: Ints, positions: Ints, after: Ints) -> None:
-        """Of that call rows keep tokens [B,n] at these positions, and then hold `after` of them."""
-        self.heard(tokens, positions)
+    def end_tree(self, tokens: Ints, positions: Ints, columns: Ints, after: Ints) -> None:
+        """Of that call rows keep tokens [B,n] at these positions, which were its `columns` [B,n], and then hold `after`
+        of them.
+        """
+        for one in self.watchers:
+            one.after(tokens, positions, _NOTHING)
+        rows = np.arange(self.batch)[:, None]
+        kept = {name: array[rows, columns] for name, array in self._of_tree.items()}
+        for one in self._listeners:
+            one.after(tokens, positions, kept)
+        self._of_tree = _NOTHING
         self.lengths = after
-        self.lengths = self._settle("call", after, self.observers)
+        self.lengths = self._settle("call", after, self.watchers)
 
     def catch_up(self) -> None:
         """Run again what an observer lacks after a rewind. The others saw those tokens, whose slots the cache
         still holds.
         """
         backend = self.backend
-        for one in self.observers:
+        for one in self.watchers:
             if again := one.catch_up(backend, self.lengths):
                 self._chunks(*again, True, (one,))
 
@@ -372,26 +422,30 @@ class SessionCore:
         rows: Ints,
         real: int,
         tree: Bools | None = None,
-        observers: tuple[SessionObserver, ...] | None = None,
+        watchers: tuple[CallWatcher, ...] | None = None,
     ) -> Logits:
         """One graph call, after making room for every slot that it writes, padding included; a flat one where that
-        pays. `observers` (None: all) hear of its tokens; of those of a `tree` all do when a path of it is kept.
+        pays. `watchers` (None: all) hear of its tokens; of those of a `tree` all do when a path of it is kept.
         """
         backend, wanted = self.backend, rows.shape[1]
         if self._tile > 1:
             tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
-        observe = False
         self.make_room(slots, tokens.shape[1])
-        listeners = (self.observers if observers is None else observers) if tree is None else ()
+        hearing = self._hearing if watchers is None else watchers
+        listeners = hearing if tree is None else ()
+        asking = listeners if tree is None else self._listeners
         start = time.perf_counter()
-        for one in listeners:
-            observe |= one.before(backend, tokens.shape[1])
-        if backend.flat and tree is None and not observe and pays(real, tokens.size):
+        want = dict.fromkeys(n for one in asking for n in one.before(backend, tokens.shape[1]))
+        if backend.flat and tree is None and not want and pays(real, tokens.size):
             logits = flat_call(backend, tokens, positions, slots, rows, self.vocab_size)
+            extra = _NOTHING
         else:
-            logits = backend.step(tokens, positions, slots, rows, observe, tree)
+            out = backend.step(tokens, positions, slots, rows, want, tree)
+            logits, extra = out.logits, out.extra
+        if tree is not None:
+            self._of_tree = extra
         for one in listeners:
-            one.after(tokens, positions, backend.observed if observe else _NO_QUERIES)
+            one.after(tokens, positions, extra)
         self.count(1, real, start)
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
 
@@ -399,31 +453,31 @@ class SessionCore:
         """A call of an entry that takes what a step takes and gives no logits."""
         self.make_room(slots, tokens.shape[1])
         start = time.perf_counter()
-        for one in self.observers:
+        for one in self._hearing:
             one.before(self.backend, tokens.shape[1])
         rows = np.zeros((self.batch, 1), np.int64)
         inputs = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
-        queries = self.backend.part(entry, inputs)
-        for one in self.observers:
-            one.after(tokens, positions, queries)
+        extra = self.backend.part(entry, inputs)
+        for one in self._hearing:
+            one.after(tokens, positions, extra)
         self.count(1, real, start)
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Some layers ran a part of a prompt and gave these queries."""
-        for one in self.observers:
+        for one in self.watchers:
             one.observe(queries, positions)
 
     def heard(self, tokens: Ints, positions: Ints) -> None:
         """See `Calls`."""
-        for one in self.observers:
-            one.after(tokens, positions, _NO_QUERIES)
+        for one in self._hearing:
+            one.after(tokens, positions, _NOTHING)
 
     def make_room(self, slots: Ints, width: int) -> None:
         """For a graph call of `width` columns from these slots [B] on, and what pads them to whole tiles."""
         width = -(-width // self._tile) * self._tile
         ends = slots + width
         room = [int(ends.max())]
-        for one in self.observers:
+        for one in self.watchers:
             one.make_room(self.backend, slots, width)
             room += one.slots(ends)
         self.need(room)
@@ -445,13 +499,13 @@ class SessionCore:
     def undo(self, before: Ints, error: BaseException) -> None:
         """After a call that failed: rows hold `before` [B] tokens as before, or the session closes."""
         self.lengths = before
-        if any(one.lost() for one in self.observers):
+        if any(one.lost() for one in self.watchers):
             self.close()
             if isinstance(error, Exception):
                 raise AccelError(LOST.format(f"{type(error).__name__}: {error}")) from error
             return
         backend = self.backend
-        for one in self.observers:
+        for one in self.watchers:
             if one.undo(backend, before):
                 self.room = []
 
@@ -469,28 +523,23 @@ class SessionCore:
 
     def _ran(self, ids: Ints, counts: Ints | None, last_only: bool, prompt: bool) -> Logits:
         """The graph calls of a call."""
-        for one in self.observers:
+        for one in self.runners:
             if (found := one.run(self, ids, counts, last_only, prompt)) is not None:
                 return found
         if counts is None and ids.shape[1] <= CHUNK:
             return self._whole(ids, last_only)
         full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
-        return self._chunks(ids, full, self.lengths, last_only, self.observers)
+        return self._chunks(ids, full, self.lengths, last_only, self._hearing)
 
-    @contextmanager
-    def _coarse(self) -> Iterator[None]:
-        """Graph calls read the cache coarsely meanwhile. Raises InputError where they cannot."""
-        backend = self.backend
-        if not any([one.reads(backend, True) for one in self.observers]):
-            raise InputError(
-                "coarse: this model reads its cache in one way; build it with a kv.codec that has two, such as "
-                "quantspec-kv"
-            )
-        try:
-            yield
-        finally:
-            for one in self.observers:
-                one.reads(backend, False)
+    def _checked(self, controls: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that were given a value. Raises InputError where no observer of the session takes one."""
+        found = {name: value for name, value in controls.items() if value is not None}
+        for name in found.keys() - self._controls:
+            watching = (kind for kind in observer_classes() if issubclass(kind, CallWatcher))
+            declared = {n: lacks for kind in watching for n, lacks in kind.controls.items()}
+            check_names("control of a call", [name], declared)
+            raise InputError(declared[name])
+        return found
 
     def _whole(self, ids: Ints, last_only: bool) -> Logits:
         """One graph call without padding."""
@@ -509,9 +558,9 @@ class SessionCore:
         counts: Ints,
         first: Ints,
         last_only: bool,
-        observers: tuple[SessionObserver, ...],
+        watchers: tuple[CallWatcher, ...],
     ) -> Logits:
-        """Graph calls of at most CHUNK columns, from position `first` [B] on, of which `observers` hear; a row's
+        """Graph calls of at most CHUNK columns, from position `first` [B] on, of which `watchers` hear; a row's
         padding gets position -1 and writes no KV that is seen.
         """
         shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
@@ -526,9 +575,9 @@ class SessionCore:
             part = np.take_along_axis(ids, places, axis=1)
             before = first + start - gone
             if start.any():
-                for one in observers:
+                for one in watchers:
                     one.rehearse(self, "part", before)
-                settled = self._settle("part", before, observers)
+                settled = self._settle("part", before, watchers)
                 before, gone = settled, gone + before - settled
             real = columns < left[:, None]
             positions = np.where(real, before[:, None] + columns, -1)
@@ -539,7 +588,7 @@ class SessionCore:
                 else np.broadcast_to(columns, part.shape)
             )
             logits = self.step(
-                part, positions, before - self.base, rows, int(real.sum()), observers=observers
+                part, positions, before - self.base, rows, int(real.sum()), watchers=watchers
             )
             if last_only:
                 out[ends] = logits[ends]
@@ -548,22 +597,21 @@ class SessionCore:
                 out[row, a:b] = logits[row, : b - a]
         return out
 
-    def _settle(self, moment: str, lengths: Ints, observers: tuple[SessionObserver, ...]) -> Ints:
+    def _settle(self, moment: str, lengths: Ints, watchers: tuple[CallWatcher, ...]) -> Ints:
         """Let observers do what is due; rows hold `lengths` [B] tokens. What they hold then."""
         backend = self.backend
-        for one in observers:
+        for one in watchers:
             start = time.perf_counter()
-            calls = one.settle(backend, moment, lengths)
-            if calls is None:
+            done = one.settle(backend, moment, lengths)
+            if done is None:
                 continue
             self.room = []
-            for other in self.observers:
+            for other in self.watchers:
                 other.pin(backend)
-            if calls:
-                self.count(calls, 0, start)
-            held = one.moved(lengths)
-            if held is not lengths:
-                self._gone = self._gone + lengths - held
-                self.kin = self.kin.rewound(np.zeros_like(held))
-            lengths = held
+            if done.calls:
+                self.count(done.calls, 0, start)
+            if done.held is not None:
+                self._gone = self._gone + lengths - done.held
+                self.kin = self.kin.rewound(np.zeros_like(done.held))
+                lengths = done.held
         return lengths

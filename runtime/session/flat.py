@@ -6,7 +6,8 @@ import numpy as np
 
 from accel.ir.entries.flat import FLAT, OWNER
 from accel.ir.entries.step import LOGITS
-from accel.runtime.backends.protocol import BackendSession, Logits
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Logits
 from accel.runtime.inputs.ints import Ints
 
 SHARE = 0.75  # of a padded call's tokens: with fewer real ones a flat call takes less time

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError, shown
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.inputs.calls import call_tokens, columns_of, path_of, tree_of
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.core import SessionCore
@@ -43,7 +43,7 @@ class Guesses:
         full = np.full(core.batch, ids.shape[1], np.int64) if counts is None else counts
         real = np.arange(ids.shape[1]) < full[:, None]
         positions = np.where(real, before[:, None] + seen.sum(2) - 1, -1)
-        core.begin_tree(before + full)
+        core.begin_tree(ids, full)
         try:
             core.catch_up()
             slots = before - core.base
@@ -77,7 +77,8 @@ class Guesses:
         core.count(0, 0, start)
         self._tree = None
         kept = np.array([c.size for c in chosen], np.int64)
-        core.end_tree(tokens, positions[:, : tokens.shape[1]], before + kept)
+        width = tokens.shape[1]
+        core.end_tree(tokens, positions[:, :width], path[:, :width], before + kept)
 
     def drop(self) -> None:
         """Forget a tree of which nothing was kept."""

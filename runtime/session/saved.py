@@ -153,10 +153,6 @@ def _all_of(core: SessionCore, tokens: Any) -> tuple[dict[str, Any], Arrays]:
         arrays[_TOKENS], counts = _tokens(tokens, core.batch)
     for one in core.observers:
         known = one.numbers(backend)
-        if known is None:
-            raise SavedSessionError(
-                f"a session with {type(one).__name__} cannot be saved yet: {_first_line(one)} Use a recipe without it"
-            )
         arrays |= {f"{type(one).__name__}/{name}": array for name, array in known.items()}
     letters, coded, buffers = _used(core), {}, backend.buffers()
     layers = 1 + max((v.layer for v in origin.state if v.layer is not None), default=0)
@@ -269,7 +265,7 @@ def _used(core: SessionCore) -> dict[str, int]:
     """How many slots of each size hold tokens of rows: C, C1, …"""
     ends = core.lengths - core.base
     found = {"C": int(ends.max(initial=0))}
-    for one in core.observers:
+    for one in core.watchers:
         found |= {f"C{i}": max(0, n) for i, n in enumerate(one.slots(ends), start=len(found))}
     return found
 
@@ -359,7 +355,3 @@ def _tokens(tokens: Any, batch: int) -> tuple[Ints, list[int]]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _first_line(one: Any) -> str:
-    return (type(one).__doc__ or "").strip().partition("\n")[0]

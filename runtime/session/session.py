@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from accel.ir.errors import InputError, shown
-from accel.runtime.backends.protocol import BackendSession, Logits
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays, Logits, Outputs
 from accel.runtime.inputs.calls import call_tokens, rewind_target
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.session.core import CHUNK, LaidAdapter, SessionCore
+from accel.runtime.session.extra import check_names
 from accel.runtime.session.flat import pays
 from accel.runtime.session.guesses import Guesses
-from accel.runtime.session.observers.observer import Capabilities, SessionObserver
+from accel.runtime.session.modes.canvas import CanvasState
+from accel.runtime.session.modes.edits import Edits
+from accel.runtime.session.modes.encoder_input import EncoderInput
+from accel.runtime.session.observers.observer import (
+    CallWatcher,
+    Capabilities,
+    Marked,
+    SessionObserver,
+)
 from accel.runtime.session.rows import wanted_rows
 from accel.runtime.session.saved import Origin, SavedSession, export, restore, save
 from accel.runtime.session.taken import take
@@ -27,7 +37,7 @@ Observer = TypeVar("Observer", bound=SessionObserver)
 class Session:
     """A KV cache of B rows. `run` appends tokens, `rewind` removes the newest ones, `fork` copies the session.
 
-    Observers of the session (`runtime/session/observers`) implement what a recipe does to the cache.
+    Observers of the session (`runtime/session/{state,prompt,modes}`) implement what a recipe does to the cache.
     `capabilities` tells, before anything runs, whether rewind is free, how far back it goes and how wide a
     call may be. A session of an encoder-decoder model starts with `encode`.
 
@@ -116,7 +126,7 @@ class Session:
         """
         lengths, width = self._core.lengths, self.capabilities.width
         found = np.full(len(lengths), CHUNK if width is None else min(width, CHUNK))
-        for one in self._core.observers:
+        for one in self._core.watchers:
             if (room := one.call_room(lengths)) is not None:
                 found = np.minimum(found, room)
         return found
@@ -171,19 +181,13 @@ class Session:
         session is emptied. Raises InputError.
         """
         core = self._open()
-        if not any([one.encode(core, inputs, lengths) for one in core.observers]):
+        if (encoder := self.observer(EncoderInput)) is None:
             raise InputError("this model has no encoder; give its prompt alone")
+        encoder.encode(core, inputs, lengths)
         self.rewind(0)
 
     def run(
-        self,
-        tokens: Any,
-        lengths: Any = None,
-        *,
-        last_only: bool = False,
-        run_layers: Any = None,
-        threshold: float | None = None,
-        coarse: bool = False,
+        self, tokens: Any, lengths: Any = None, *, last_only: bool = False, **controls: Any
     ) -> Logits:
         """Append tokens [B,T] and return the logits after each, float32 [B,T,V].
 
@@ -194,17 +198,58 @@ class Session:
             lengths: number of valid tokens per row [B], each 0..T (default: T). The rest, on the right, is
                 padding: any ids, with logits 0 and no effect.
             last_only: return only the logits of each row's last valid token, [B,1,V].
-            run_layers: bools [L], the layers to run; for a model with a depth method. Default: all layers
-                for a prompt, the recipe's for single tokens after it.
-            threshold: confidence for early exit; for a model with exits. Default: no exit in a prompt,
-                then the recipe's.
-            coarse: read the cache in fewer bits than it is stored in, as a draft does; for a model whose kv.codec can.
+            controls: what the model's methods take beside the tokens. `run_layers`: bools [L], the layers to run, with
+                a depth method (default: all layers for a prompt, the recipe's for single tokens after it).
+                `threshold`: confidence for early exit, with exits (default: no exit in a prompt, then the recipe's).
+                `coarse`: read the cache in fewer bits than it is stored in, as a draft does, with a kv.codec that can.
 
         Raises:
             InputError: the call is invalid. The session is unchanged, or closed if tokens of a failed
                 call were already evicted or counted.
         """
-        return self._open().run(tokens, lengths, last_only, run_layers, threshold, coarse=coarse)
+        return self._open().run(tokens, lengths, last_only, controls)
+
+    def step(
+        self,
+        tokens: Any,
+        lengths: Any = None,
+        *,
+        want: Collection[str] = (),
+        last_only: bool = False,
+        **controls: Any,
+    ) -> Outputs:
+        """As `run`, with the outputs `want` beside the logits: of each token [B,T,…], or of the last one [B,1,…]. 0 for
+        padding. `extra` has their names: a method adds one to the graph, such as the hidden states that a head reads.
+
+        Raises InputError, as `run`; also where the model has no such output.
+        """
+        return self._open().call(tokens, lengths, last_only, want, controls)
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """The names of what a step can give beside the logits."""
+        return tuple(self._core.backend.extra)
+
+    def listen(self, listener: CallWatcher) -> None:
+        """Let a listener hear the steps from now on: `before` says which of `extra` it wants, `after` is told the
+        tokens, their positions and these outputs. Of a draft tree it hears what `keep` commits. A fork has none. It is
+        for drafters, which so read the hidden states of all tokens.
+        """
+        core = self._open(same=True)
+        core.listen((*core.listeners, listener))
+
+    def unlisten(self, listener: CallWatcher) -> None:
+        """The listener hears no more."""
+        core = self._core
+        core.listen(tuple(one for one in core.listeners if one is not listener))
+
+    def entry(self, name: str, inputs: Arrays) -> Arrays:
+        """One call of another graph of the model over this session's state, such as a head: its inputs by name -> what
+        it gives beside the state. Rows hold what they held. Raises InputError where the model has no such graph.
+        """
+        core = self._open(same=True)
+        check_names("entry", [name], core.backend.entries)
+        return core.backend.part(name, inputs)
 
     def prompt(self, tokens: Any, lengths: Any = None) -> Logits:
         """Append whole prompts [B,T] and return the logits after each row's last token, float32 [B,1,V].
@@ -232,14 +277,14 @@ class Session:
                 tokens, lengths, core.lengths, core.vocab_size, core.max_context
             )
             counts = np.full(core.batch, ids.shape[1], np.int64) if real is None else real
-            for one in core.observers:
+            for one in core.runners:
                 if (logits := one.prompt(core, ids, counts)) is not None:
                     core.end_prompt()
                     return logits
                 if (shorter := one.shorten(core, ids, counts)) is not None:
                     tokens, lengths = ids, counts = shorter
         logits = core.run(tokens, lengths, True, prompt=True)
-        for one in core.observers if empty else ():
+        for one in core.runners if empty else ():
             if (last := one.extend(core)) is not None:
                 logits = last
         core.end_prompt()
@@ -271,7 +316,8 @@ class Session:
 
         Raises InputError, also from the call if it has other tokens than were marked; nothing ran then.
         """
-        if not any([one.mark(units, question, lengths) for one in self._open(same=True).observers]):
+        marked = [one for one in self._open(same=True).observers if isinstance(one, Marked)]
+        if not any([one.mark(units, question, lengths) for one in marked]):
             raise InputError(
                 "this model goes by no such marks; build it with a recipe that does, such as 'shotkv' or 'sentencekv' "
                 "(units), or 'finch' (question)"
@@ -317,12 +363,11 @@ class Session:
         are approximate ("Let the Code LLM Edit Itself"). Raises InputError; if an edit fails, the session is unchanged.
         """
         core = self._open()
-        for one in core.observers:
-            if (logits := one.edit(core, start, stop, tokens, row)) is not None:
-                return logits
-        raise InputError(
-            "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
-        )
+        if (edits := self.observer(Edits)) is None:
+            raise InputError(
+                "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
+            )
+        return edits.edit(core, start, stop, tokens, row)
 
     def write(self, tokens: Any, start: Any, lengths: Any = None, rows: Any = None) -> Logits:
         """Overwrite or append tokens [B,T] from position `start` on, and return the logits [B,N,V] of
@@ -334,13 +379,12 @@ class Session:
         error the tokens from `start` on must be written again.
         """
         core = self._open()
-        for one in core.observers:
-            if (logits := one.write(core, tokens, start, lengths, rows)) is not None:
-                return logits
-        raise InputError(
-            "this model is causal, so cached tokens cannot be overwritten; rewind and run new "
-            "tokens instead"
-        )
+        if (canvas := self.observer(CanvasState)) is None:
+            raise InputError(
+                "this model is causal, so cached tokens cannot be overwritten; rewind and run new "
+                "tokens instead"
+            )
+        return canvas.write(core, tokens, start, lengths, rows)
 
     def rewind(self, length: Any) -> None:
         """Remove all tokens from `length` on: an int, or one per row [B].

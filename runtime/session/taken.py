@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from accel.ir.state import CacheRegion, Part, StateValue
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.core import SessionCore
 from accel.runtime.session.rows import Kin

@@ -9,14 +9,14 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.ir.invariants import Method
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext, Model
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import same_tokens
-from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import steps_of
+from accel.runtime.token_log import Log
 
 TAIL, BACK, WIDE = (
     16,
@@ -221,7 +221,7 @@ class Follower:
     def join(self, other: Follower) -> None:
         """The rows of `other` go on behind these; its session is closed."""
         self._session.join(other._session)
-        self._log.join(other._log)
+        self._log = self._log.join(other._log)
         self._sure = np.concatenate([self._sure, other._sure])
         self.cut = np.concatenate([self.cut, other.cut])
 
@@ -230,7 +230,7 @@ class Follower:
         gone = np.setdiff1d(np.arange(self._session.batch), order)
         if not np.array_equal(self._session.leave(gone), order):
             raise AssertionError("rows of a draft and of its target leave in one order")
-        self._log.select(order)
+        self._log = self._log.select(order)
         self._sure, self.cut = self._sure[order], self.cut[order]
 
     def close(self) -> None:

@@ -127,7 +127,8 @@ class Guard:
         the time that it took to find out. There is a trial where such drafts pay.
         """
         self._probes, self._best = False, None
-        self._step = median(self._plain)
+        if self._plain:  # none since rows joined or left
+            self._step = median(self._plain)
         self._won -= seconds / self._step
         self._opening = 0.0
         for draft in drafts:  # the newest count for most

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.decode.context import Model
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints

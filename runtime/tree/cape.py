@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError, shown
 from accel.ir.invariants import Invariant
 from accel.runtime.sample import Distribution
@@ -29,22 +29,22 @@ class Cape(Base, Shape):
     """
 
     widths: Any = None
-    depth: int = count(4, most=64)
+    depth: int = option(4, least=1, most=64)
 
+    lacks = "GliDe, the drafter that reads the model's cache"
     siblings = Siblings.CHOSEN
     relies = frozenset({Invariant.PROBABILITIES})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         widths = USUAL if self.widths is None else self.widths
         whole = isinstance(widths, Sequence) and not isinstance(widths, str) and len(widths) == 10
         if not whole or not all(type(width) is int and 0 < width <= MOST for width in widths):
             raise RecipeError(
-                f"tree.cape: widths are {shown(widths)}; give ten numbers of 1 to {MOST}, for draft probabilities "
-                f"below 0.1, 0.2, …, 1, such as {list(USUAL)}"
+                f"{self.full_name}: widths are {shown(widths)}; give ten numbers of 1 to {MOST}, for draft "
+                f"probabilities below 0.1, 0.2, …, 1, such as {list(USUAL)}"
             )
         object.__setattr__(self, "widths", tuple(widths))
-        if self.depth < 1:
-            raise RecipeError(f"tree.cape: depth is {self.depth}; give at least 1")
 
     def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
         return self

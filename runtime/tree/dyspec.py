@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.runtime.sample import Distribution
 from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
@@ -28,24 +27,12 @@ class Dyspec(Base, Shape):
     most likely token more often than the draft probabilities suggest.
     """
 
-    threshold: float = 0.02
-    depth: int = count(8, most=64)
-    temperature: float = 0.6
+    threshold: float = option(0.02, least=0, below=1)
+    depth: int = option(8, least=1, most=64)
+    temperature: float = option(0.6, above=0, most=1)
 
     drops = True
     relies = frozenset({Invariant.PROBABILITIES})
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold < 1:
-            raise RecipeError(
-                f"tree.dyspec: threshold is {self.threshold}; give a value of at least 0 and below 1"
-            )
-        if self.depth < 1:
-            raise RecipeError(f"tree.dyspec: depth is {self.depth}; give at least 1")
-        if not 0 < self.temperature <= 1:
-            raise RecipeError(
-                f"tree.dyspec: temperature is {self.temperature}; give a value above 0, at most 1"
-            )
 
     def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
         return self

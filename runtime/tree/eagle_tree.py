@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.runtime.sample import Distribution
 from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
@@ -24,19 +23,13 @@ class EagleTree(Base, Shape):
     each with the target's own probability.
     """
 
-    nodes: int = count(59, most=512)
-    top_k: int = count(10, most=64)
-    depth: int = count(5, most=64)
+    nodes: int = option(59, least=1, most=512)
+    top_k: int = option(10, least=1, most=64)
+    depth: int = option(5, least=0, most=64)
 
+    lacks = "the drafter that reads hidden states (a draft model drafts)"
     siblings = Siblings.CHOSEN
     relies = frozenset({Invariant.PROBABILITIES})
-
-    def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("top_k", 1), ("depth", 0)):
-            if getattr(self, name) < least:
-                raise RecipeError(
-                    f"tree.eagle-tree: {name} is {getattr(self, name)}; give at least {least}"
-                )
 
     def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
         return self

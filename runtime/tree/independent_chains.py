@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import Base, Draw, Growth, Shape, Siblings
 from accel.runtime.tree._shaped import Form, formed, shaped
@@ -19,13 +18,9 @@ class IndependentChains(Base, Shape):
     checks it once; rules know how often each token was drawn.
     """
 
-    chains: int = count(3, most=64)
+    chains: int = option(3, least=1, most=64)
 
     siblings = Siblings.INDEPENDENT
-
-    def __post_init__(self) -> None:
-        if self.chains < 1:
-            raise RecipeError(f"tree.independent-chains: chains is {self.chains}; give at least 1")
 
     def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
         return self

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError, shown
 from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import ROOT, Base, Draw, Growth, Shape, Tree
@@ -31,12 +32,11 @@ class Sequoia(Base):
     node is the accepted one; by default measured for each row while it runs.
     """
 
-    depth: int = 8
+    depth: int = option(8, least=1, most=NODES)
     rates: Any = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.depth <= NODES:
-            raise RecipeError(f"tree.sequoia: depth is {self.depth}; give 1 to {NODES}")
+        super().__post_init__()
         if self.rates is None:
             return
         numbers = isinstance(self.rates, Sequence) and all(
@@ -44,9 +44,8 @@ class Sequoia(Base):
         )
         if not numbers or isinstance(self.rates, str) or not 0 < sum(self.rates) <= 1:
             raise RecipeError(
-                f"tree.sequoia: rates are {shown(self.rates)}; give one acceptance rate per rank, each "
-                "at least 0, with a sum "
-                "of at most 1, such as [0.5, 0.12, 0.06]"
+                f"{self.full_name}: rates are {shown(self.rates)}; give one acceptance rate per rank, each at least 0, "
+                "with a sum of at most 1, such as [0.5, 0.12, 0.06]"
             )
         object.__setattr__(self, "rates", tuple(map(float, self.rates)))
 

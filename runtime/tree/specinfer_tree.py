@@ -27,6 +27,7 @@ class SpecinferTree(Base, Shape):
     siblings = Siblings.INDEPENDENT
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         widths = USUAL if self.widths is None else self.widths
         object.__setattr__(self, "widths", checked_widths("specinfer-tree", widths, MOST))
 

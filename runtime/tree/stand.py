@@ -35,6 +35,7 @@ class Stand(Base):
     files = ("template",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (
             self.template and Path(self.template).is_file()
         ):  # else a build says that it is not there

@@ -40,6 +40,7 @@ class Static(Base):
     widths: Any = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.widths is not None:
             if self.paths is not None:
                 raise RecipeError("tree.static: paths and widths are both given; give one of them")

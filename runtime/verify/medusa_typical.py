@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.sample import Distribution
 from accel.runtime.verify import Base, Chance, Target, Verdict
 from accel.runtime.verify._longest import Stands, longest
@@ -19,17 +19,12 @@ from accel.runtime.verify._longest import Stands, longest
 class MedusaTypical(Base):
     """Trees; q is not read. The longest accepted path is taken, among equals the most likely."""
 
-    epsilon: float = 0.09
-    delta: float = 0.3
+    epsilon: float = option(0.09, least=0)
+    delta: float = option(0.3, least=0)
 
+    lacks = "the heads that draft"
     grade = "approximate"
     reads_q = False
-
-    def __post_init__(self) -> None:
-        for name in ("epsilon", "delta"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise RecipeError(f"verify.medusa-typical: {name} is {value}; give 0 or more")
 
     def judge(self, target: Target, chance: Chance) -> Verdict:
         def after(node: int) -> Stands:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.verify import Base, Chance, Target, Verdict
 from accel.runtime.verify._longest import Stands, longest
 
@@ -22,19 +21,13 @@ class TopBeta(Base):
     samples accepts only what its sampler may draw.
     """
 
-    beta: int = count(5, most=4096)
-    tau: float = 3.0
+    beta: int = option(5, least=1, most=4096)
+    tau: float = option(3.0, least=0)
 
     grade = "approximate"
     tolerant = True
     reads_q = False
     small = {"beta": 1}
-
-    def __post_init__(self) -> None:
-        if self.beta < 1:
-            raise RecipeError(f"verify.top-beta: beta is {self.beta}; give at least 1")
-        if not 0 <= self.tau < math.inf:
-            raise RecipeError(f"verify.top-beta: tau is {self.tau}; give 0 or more")
 
     def judge(self, target: Target, chance: Chance) -> Verdict:
         def after(node: int) -> Stands:

@@ -207,9 +207,13 @@ def test_a_pyramid_of_no_slope_is_flat_and_a_steep_one_falls():
     [
         ("tokens_kept", 0, "tokens_kept is 0; give at least 1"),
         ("tokens_kept", -3, "tokens_kept is -3; give at least 1"),
-        ("compression_ratio", 1.0, "compression_ratio is 1.0; give the fraction"),
-        ("compression_ratio", -0.1, "compression_ratio is -0.1; give the fraction"),
-        ("compression_ratio", float("nan"), "compression_ratio is nan; give the fraction"),
+        ("compression_ratio", 1.0, "compression_ratio is 1.0; give at least 0 and less than 1"),
+        ("compression_ratio", -0.1, "compression_ratio is -0.1; give at least 0 and less than 1"),
+        (
+            "compression_ratio",
+            float("nan"),
+            "compression_ratio is nan; give at least 0 and less than 1",
+        ),
         ("tokens_kept", 1.5, "is float, not int"),
         ("token_kept", 5, "did you mean 'tokens_kept'"),
     ],

@@ -303,7 +303,7 @@ def test_value_merge_by_hand():
 
 def test_a_cosine_is_a_cosine():
     for bad in (1.5, -2.0, float("nan")):
-        with pytest.raises(RecipeError, match="value-merge: threshold is .*; give a cosine"):
+        with pytest.raises(RecipeError, match="value-merge: threshold is .*; give -1 to 1"):
             AXES["keep"].build("value-merge", threshold=bad)
 
 

@@ -19,7 +19,7 @@ from accel.ir.sizes import FEW
 from accel.passes.kv.inputs import call
 from accel.passes.kv.select._tokens import Tokens, searches
 from accel.passes.kv.select._units import Units
-from accel.runtime.session.observers.units import UnitGroups
+from accel.runtime.session.state.units import UnitGroups
 
 from ..select_case import AXIS, Selecting, built, close, constants, singles
 from .test_kv_select import law_rows, law_singles, lists

@@ -5,8 +5,8 @@ import pytest
 
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.when import MOMENTS, Base
-from accel.runtime.session.observers._kv_plan import KvPlan
-from accel.runtime.session.observers.eviction import EvictionState
+from accel.runtime.session.state._kv_plan import KvPlan
+from accel.runtime.session.state.eviction import EvictionState
 
 from ..kv_slots import AXES, build
 

@@ -545,11 +545,11 @@ def test_hf_assist_stops_where_the_drafter_is_unsure():
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("hf-assist", {"tokens": 0}, "tokens is 0; give at least 1"),
+        ("hf-assist", {"tokens": 0}, "tokens is 0; give 1 to 256"),
         ("hf-assist", {"schedule": "heuristics"}, "did you mean 'heuristic'"),
-        ("hf-assist", {"threshold": 1.5}, "threshold is 1.5; give a probability"),
-        ("cost-optimal", {"most": 0}, "most is 0; give at least 1"),
-        ("cost-optimal", {"fade": 0.0}, "fade is 0.0; give a value above 0"),
+        ("hf-assist", {"threshold": 1.5}, "threshold is 1.5; give 0 to 1"),
+        ("cost-optimal", {"most": 0}, "most is 0; give 1 to 256"),
+        ("cost-optimal", {"fade": 0.0}, "fade is 0.0; give more than 0 and at most 1"),
     ],
 )
 def test_options_that_cannot_be(name, options, words):

@@ -19,7 +19,7 @@ from accel.runtime.backends.eager import EagerSession
 from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session import core
-from accel.runtime.session.observers.window import WindowState
+from accel.runtime.session.state.window import WindowState
 
 from ..prefill_case import built, far
 from ..session_case import session_of

@@ -38,8 +38,9 @@ class Biased:
         return getattr(self.inner, name)
 
     def step(self, *args):
-        logits = self.inner.step(*args)
-        return logits + self.strength * self.bias[..., : logits.shape[-1]]
+        out = self.inner.step(*args)
+        bias = self.strength * self.bias[..., : out.logits.shape[-1]]
+        return replace(out, logits=out.logits + bias)
 
 
 @dataclass
@@ -58,9 +59,13 @@ class Beside:
         backend = Biased(self.toy.engines["ort"].open_session(batch), self.strength)
         if self.vocabulary != self.toy.vocab:
             inner, size = backend.step, self.vocabulary
-            backend.step = lambda *args: np.pad(
-                inner(*args), ((0, 0), (0, 0), (0, max(0, size - 320)))
-            )[..., :size]
+
+            def step(*args):
+                out = inner(*args)
+                wide = np.pad(out.logits, ((0, 0), (0, 0), (0, max(0, size - 320))))
+                return replace(out, logits=wide[..., :size])
+
+            backend.step = step
         self.opened = Session(backend, batch, vocab_size=self.vocabulary, max_context=self.context)
         return self.opened
 

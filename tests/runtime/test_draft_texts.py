@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from accel.ir.axis import Axis
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
+from accel.runtime.call import Outputs
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft._texts import LOOK, _Text
@@ -113,7 +114,7 @@ class Knows:
         for b, n in np.ndindex(rows.shape):
             ids, place = self.texts[b], int(positions[b, rows[b, n]]) + 1
             out[b, n, ids[place] if 0 < place < len(ids) else 0] = 9.0
-        return out
+        return Outputs(out, {})
 
 
 class Printable:
@@ -128,9 +129,9 @@ class Printable:
         return getattr(self.inner, name)
 
     def step(self, *args):
-        logits = self.inner.step(*args)
-        logits[..., self.bad] = -1e4
-        return logits
+        out = self.inner.step(*args)
+        out.logits[..., self.bad] = -1e4
+        return out
 
 
 @pytest.mark.parametrize("rule", ["spec-chain", "sample-match"])

@@ -128,7 +128,7 @@ def test_blocks_run_out_and_requests_run_again(opened):
         with Engine(model, blocks=8) as engine:
             law(model, engine, asked)
             assert engine.stats["preemptions_total"] > 0
-            assert engine._ledger.free == 8
+            assert engine._batcher.ledger.free == 8
     with Engine(opened(), blocks=2) as engine, pytest.raises(InputError, match="has room for 32"):
         engine.submit(Request(np.arange(1, 30), SamplingParams(max_tokens=9)))
 
@@ -182,8 +182,8 @@ def test_cancelled_requests_leave_and_others_go_on(opened):
             thread.join(60)
         assert not wrong, wrong[0]
     assert engine.stats["kv_bytes"] == engine.stats["running"] == engine.stats["waiting"] == 0
-    engine._ledger.check()
-    assert engine._ledger.free == engine._ledger.blocks
+    engine._batcher.ledger.check()
+    assert engine._batcher.ledger.free == engine._batcher.ledger.blocks
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -257,7 +257,7 @@ def test_where_memory_runs_out_the_newest_request_runs_again(opened, monkeypatch
         tickets = [engine.submit(one) for one in asked]
         assert [[event.token for event in ticket] for ticket in tickets] == want
         assert engine.stats["preemptions_total"] == len(failed) > 0
-    assert engine._ledger.free == engine._ledger.blocks
+    assert engine._batcher.ledger.free == engine._batcher.ledger.blocks
     with Engine(model) as engine:
         failing(monkeypatch, no_room, lambda rows, calls: True)
         tickets = [engine.submit(one) for one in asked]
@@ -272,7 +272,7 @@ def test_where_memory_runs_out_in_a_prompt_it_runs_again(opened, monkeypatch):
     engine, failed = Engine(model), []
 
     def fails(self, tokens, lengths=None):
-        if len(engine._running) > 1 and len(failed) < 3:
+        if len(engine._batcher.running) > 1 and len(failed) < 3:
             failed.append(1)
             raise MemoryError("no room")
         return prompt(self, tokens, lengths)
@@ -314,8 +314,8 @@ class Greedy(ContinuousBatching):
 @pytest.mark.parametrize(("kind", "why"), [(Idle, "plans nothing"), (Greedy, "more blocks, but")])
 def test_a_broken_schedule_leaves_no_request_without_an_end(opened, monkeypatch, kind, why):
     with Engine(opened(), blocks=6) as engine:
-        engine._schedule = kind()
-        with engine._changed:  # it plans when all are there
+        engine._batcher.schedule = kind()
+        with engine._queue.changed:  # it plans when all are there
             tickets = [
                 engine.submit(Request(np.arange(1, 30), SamplingParams(max_tokens=20)))
                 for _ in range(3)

@@ -164,7 +164,7 @@ def test_an_answer_is_taken_in_calls_that_a_session_has_room_for(toy, monkeypatc
 
 def test_bad_input(toy):
     assert assemble(Recipe.load("fastcot")).grade == "approximate"
-    for options, why in (((-1,), "window is -1; give at least 0"), ((1, 0), "passes is 0")):
+    for options, why in (((-1,), "window is -1; give 0 to 256"), ((1, 0), "passes is 0")):
         with pytest.raises(RecipeError, match=f"loop.fastcot: {why}"):
             FastCoT(*options)
     with pytest.raises(InputError, match="answer is text, but this model has no tokenizer"):

@@ -258,3 +258,15 @@ def test_a_loss_ends_rounds_at_once():
         else:
             guard.rest(1.0)
     assert 0 < lost < 0.05 * 96
+
+
+def test_a_probe_right_after_rows_joined_goes_by_the_costs():
+    """No plain step of that many rows has run yet."""
+    guard = Guard(FLAT, 1, probes=True)
+    for _ in range(_guard.FIRST):
+        guard.rest(2.0)
+    assert guard.due
+    guard.of_batch(2)
+    step = guard.step
+    guard.probe([(1, 1)], 0.1)
+    assert guard.step == step and not guard.due

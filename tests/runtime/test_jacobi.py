@@ -130,7 +130,7 @@ def test_batch_invariant_tokens_are_those_without():
 
 def test_what_it_cannot_do_without_is_said():
     assert assemble(Recipe.load("jacobi")).grade == "lossless"
-    with pytest.raises(RecipeError, match="loop.jacobi: block is 0; give at least 1"):
+    with pytest.raises(RecipeError, match="loop.jacobi: block is 0; give 1 to 256"):
         Jacobi(0)
     with pytest.raises(RecipeError, match="loop = jacobi cannot be combined with.*h2o|h2o.*jacobi"):
         assemble(Recipe(tables={"kv.score": {"use": "h2o"}, "loop": {"use": "jacobi"}}))

@@ -439,7 +439,7 @@ def test_generate_takes_a_judge_and_its_own_rule_without(toy):
 def test_bad_input(toy, tokenizer):
     assert assemble(Recipe.load("lookahead-reasoning")).grade == "approximate"
     for options, why in (
-        ((0,), "steps is 0; give at least 1"),
+        ((0,), "steps is 0; give 1 to 32"),
         ((1, 0), "step_tokens is 0"),
         ((1, 9, 0), "width is 0"),
         ((4, 9, 3), "width = 3 and steps = 4 are 120 steps of a round"),

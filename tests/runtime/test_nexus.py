@@ -10,6 +10,7 @@ from accel.ir.errors import RecipeError
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.schedule import Limits, State, Task
 from accel.runtime.schedule.nexus import Nexus
+from accel.runtime.serve.batcher import Batcher
 from accel.runtime.serve.engine import Engine, Request
 
 LIMITS = Limits(rows=8, blocks=100)
@@ -120,14 +121,14 @@ def served(model, engine, requests):
 
 
 def test_tokens_are_those_alone_and_prompts_run_beside(model, monkeypatch):
-    seen, right = set(), Engine._run_prompt
+    seen, right = set(), Batcher._run_prompt
 
     def run(self, job, tokens, threads=None):
         busy = bool(self._groups)
         right(self, job, tokens, threads)
         seen.add((threading.current_thread().name.startswith("accel-prompts"), threads, busy))
 
-    monkeypatch.setattr(Engine, "_run_prompt", run)
+    monkeypatch.setattr(Batcher, "_run_prompt", run)
     for blocks in (None, 8):  # enough, and so few that requests run again
         with Engine(model, blocks=blocks) as engine:
             assert "on a part of 2 cores while others decode" in engine.how
@@ -136,7 +137,7 @@ def test_tokens_are_those_alone_and_prompts_run_beside(model, monkeypatch):
             ticket.cancel()
             assert list(ticket)[-1].finish == "cancelled"
             assert engine.stats["kv_bytes"] == engine.stats["running"] == 0
-            assert engine._ledger.free == engine._ledger.blocks
+            assert engine._batcher.ledger.free == engine._batcher.ledger.blocks
     assert {(True, 1, True), (True, 2, False)} <= seen, seen
 
 
@@ -145,7 +146,7 @@ def test_a_prompt_that_fails_fails_alone(model, monkeypatch):
         raise ZeroDivisionError("no")
 
     bad = Request(np.arange(1, 30), SamplingParams(max_tokens=9, logits_processors=[breaks]))
-    right = Engine._run_prompt
+    right = Batcher._run_prompt
     with Engine(model) as engine:
         ticket = engine.submit(bad)
         served(model, engine, asked(3))
@@ -157,7 +158,7 @@ def test_a_prompt_that_fails_fails_alone(model, monkeypatch):
                 raise MemoryError("no room")
             right(self, job, tokens, threads)
 
-        monkeypatch.setattr(Engine, "_run_prompt", fails)
+        monkeypatch.setattr(Batcher, "_run_prompt", fails)
         ticket = engine.submit(Request(np.arange(1, 30)))
         served(model, engine, asked(3))
         with pytest.raises(MemoryError):

@@ -8,24 +8,31 @@ import pytest
 from accel.ir.errors import AccelError, InputError
 from accel.ir.facts import Facts
 from accel.ir.prefill import Pick
+from accel.runtime.call import Outputs
 from accel.runtime.kv.budget.uniform import Uniform
 from accel.runtime.kv.when.prompt import Prompt
-from accel.runtime.session import core, observers
+from accel.runtime.session import core, state
 from accel.runtime.session import session as session_module
 from accel.runtime.session.observers import observer_classes, observer_factories
-from accel.runtime.session.observers._kv_plan import KvPlan
-from accel.runtime.session.observers.eviction import EvictionState
-from accel.runtime.session.observers.observer import Capabilities, ModelParts, SessionObserver
-from accel.runtime.session.observers.prompt_pruning import PromptPruning
-from accel.runtime.session.observers.recurrent_history import RecurrentHistory
+from accel.runtime.session.observers.observer import (
+    CallWatcher,
+    Capabilities,
+    ModelParts,
+    PromptRunner,
+    SessionObserver,
+)
+from accel.runtime.session.prompt.pruning import PromptPruning
 from accel.runtime.session.session import Session
+from accel.runtime.session.state._kv_plan import KvPlan
+from accel.runtime.session.state.eviction import EvictionState
+from accel.runtime.session.state.recurrent_history import RecurrentHistory
 
 
 class Counts:
     """A backend session whose state is how many tokens came; `fails`: at which step."""
 
     tile, flat, alike, kv_bytes, kv_mapped = 1, False, None, 0, 0
-    observed = {"queries.0": np.zeros((2, 1, 1, 4), np.float32)}
+    entries, extra = ("step",), ("queries.0", "hidden.1")
 
     def __init__(self, fails=0):
         self.fails, self.steps, self.sizes, self.asked, self.forgot = fails, 0, [], [], []
@@ -33,12 +40,13 @@ class Counts:
     def resize(self, *sizes):
         self.sizes.append(sizes)
 
-    def step(self, tokens, positions, slots, rows, observe=False, tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None):
         self.steps += 1
         if self.steps == self.fails:
             raise MemoryError("no room")
-        self.asked.append(observe)
-        return np.zeros((*rows.shape, 8), np.float32)
+        self.asked.append(list(want))
+        extra = {name: np.repeat(tokens[..., None] * 1.0, 4, 2) for name in want}
+        return Outputs(np.zeros((*rows.shape, 8), np.float32), extra)
 
     def forget(self, rows):
         self.forgot.append(rows)
@@ -50,7 +58,7 @@ class Counts:
         pass
 
 
-class Diary(SessionObserver):
+class Diary(SessionObserver, CallWatcher):
     """Writes down what it is asked, into a list that several share."""
 
     def __init__(self, name, book):
@@ -62,14 +70,14 @@ class Diary(SessionObserver):
             raise MemoryError(what)
         return result
 
-    def begin(self, backend, before, after, run_layers, threshold, prompt):
-        self._note(f"begin {before.tolist()} {after.tolist()}")
+    def begin(self, backend, call):
+        self._note(f"begin {call.before.tolist()} {call.after.tolist()}")
 
     def before(self, backend, width):
-        return self._note(f"before {width}", self.watches)
+        return self._note(f"before {width}", ["queries.0"] if self.watches else [])
 
-    def after(self, tokens, positions, queries):
-        self._note(f"after {positions.tolist()} {list(queries)}")
+    def after(self, tokens, positions, extra):
+        self._note(f"after {positions.tolist()} {list(extra)}")
 
     def settle(self, backend, moment, lengths):
         return self._note(f"settle {moment} {lengths.tolist()}")
@@ -119,10 +127,63 @@ def test_queries_are_taken_where_someone_asks():
     live.run(IDS)
     second.watches = True
     live.run(IDS)
-    assert live._core.backend.asked == [False, True]
+    assert live._core.backend.asked == [[], ["queries.0"]]
     assert [entry.split("]] ")[1] for entry in book if " after " in entry] == ["[]"] * 2 + [
         "['queries.0']"
     ] * 2
+
+
+def test_outputs_are_given_by_name_in_the_order_of_the_tokens():
+    live, (first, _), _ = diaries(Counts(), "a", "b")
+    first.watches = True
+    tokens = np.arange(1200).reshape(2, 600) % 8
+    out = live.step(tokens, [600, 2], want=["hidden.1"])
+    assert out.extra["hidden.1"].shape == (2, 600, 4) and set(out.extra) == {"hidden.1"}
+    np.testing.assert_array_equal(out.extra["hidden.1"][0, :, 0], tokens[0])
+    np.testing.assert_array_equal(out.extra["hidden.1"][1, :3, 0], [*tokens[1, :2], 0])
+    assert live._core.backend.asked == [["queries.0", "hidden.1"]] * 2
+    last = live.step([[5, 6], [7, 0]], [2, 1], want=["hidden.1"], last_only=True)
+    assert last.extra["hidden.1"][:, 0, 0].tolist() == [6, 7]
+    assert live.step(IDS).extra == {} and live.extra == ("queries.0", "hidden.1")
+
+
+def test_an_output_or_a_control_that_nobody_has_is_refused_by_name():
+    live, _, book = diaries(Counts(), "a", "b")
+    for call, words in (
+        (lambda: live.step(IDS, want=["hidden.2"]), "output 'hidden.2' does not exist; did you mean 'hidden.1'"),
+        (lambda: live.run(IDS, run_layer=[True]), "control of a call 'run_layer' does .*; did you mean 'run_layers'"),
+        (lambda: live.run(IDS, run_layers=[True]), "run_layers and threshold need a model"),
+        (lambda: live.run(IDS, coarse=True), "coarse: this model reads its cache in one way"),
+        (lambda: live.entry("head", {}), "entry 'head' does not exist"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=words):
+            call()
+    assert live.length == 0 and not book
+
+
+def test_a_control_is_told_to_those_that_declare_it():
+    class Loud(SessionObserver, CallWatcher):
+        controls = {"volume": "build with a recipe that has one"}
+
+        def begin(self, backend, call):
+            heard.append(dict(call.controls))
+
+    heard = []
+    live = session(Counts(), Loud())
+    live.run(IDS, volume=3)
+    live.run(IDS, volume=None)
+    assert heard == [{"volume": 3}, {}]
+
+
+def test_outputs_of_tokens_that_no_step_ran_are_refused():
+    class Runs(SessionObserver, PromptRunner):
+        def run(self, calls, tokens, counts, last_only, prompt):
+            calls.heard(tokens, np.tile(np.arange(3), (2, 1)))
+            return np.zeros((2, 3, 8), np.float32)
+
+    live = session(Counts(), Runs())
+    with pytest.raises(InputError, match=r"hidden\.1: this model's recipe runs tokens"):
+        live.step(IDS, want=["hidden.1"])
 
 
 def test_a_call_that_fails_is_undone_by_all_and_kept_by_none():
@@ -168,7 +229,7 @@ def test_a_fork_has_observers_of_its_own():
 
 
 def test_tokens_that_run_again_are_news_to_one_alone():
-    class Lacks(SessionObserver):
+    class Lacks(SessionObserver, CallWatcher):
         base = np.array([2, 2])
         due = True
 
@@ -176,7 +237,7 @@ def test_tokens_that_run_again_are_news_to_one_alone():
             again, self.due = self.due, False
             return (IDS, np.array([3, 3]), np.array([4, 4])) if again else None
 
-        def after(self, tokens, positions, queries):
+        def after(self, tokens, positions, extra):
             seen.append(positions[0].tolist())
 
     seen, book = [], []
@@ -271,7 +332,7 @@ def test_a_file_is_an_observer(tmp_path, monkeypatch):
     """It stands in its place by its order, and in the sessions of a model that asks for it."""
     (tmp_path / "newcomer.py").write_text(NEW)
     (tmp_path / "_helper.py").write_text("raise ImportError")
-    monkeypatch.setattr(observers, "__path__", [*observers.__path__, str(tmp_path)])
+    monkeypatch.setattr(state, "__path__", [*state.__path__, str(tmp_path)])
     observer_classes.cache_clear()
     try:
         names = [kind.__name__ for kind in observer_classes()]
@@ -291,6 +352,8 @@ def test_every_observer_says_when_it_is_needed():
     assert len({kind.order for kind in observer_classes()}) > 5
 
 
-def test_a_session_knows_no_observer_by_name():
-    sources = getsource(core) + getsource(session_module)
-    assert not [kind for kind in observer_classes() if kind.__name__ in sources]
+def test_a_session_knows_no_observer_by_name_but_those_of_modes():
+    """Which are what a caller asks for: to encode, to edit, to write over."""
+    named = {kind for kind in observer_classes() if kind.__name__ in getsource(session_module)}
+    assert {kind.__module__.split(".")[-2] for kind in named} == {"modes"}
+    assert not [kind for kind in observer_classes() if kind.__name__ in getsource(core)]

@@ -37,14 +37,15 @@ class Errs:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def step(self, tokens, positions, slots, rows, observe=False, tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None):
         self.fails -= 1
         if not self.fails:
             raise MemoryError("no room")
-        logits = self.inner.step(tokens, positions, slots, rows, observe)
+        out = self.inner.step(tokens, positions, slots, rows, want)
+        logits = out.logits
         wrong = np.take_along_axis(positions, rows, 1) % self.every == 0
         logits[wrong] = np.roll(logits[wrong], 1, axis=-1)
-        return logits
+        return out
 
 
 def context(toy, every=3, costs=None, fails=0):

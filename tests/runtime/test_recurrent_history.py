@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from accel.runtime.session.observers.recurrent_history import EVERY, SNAPSHOTS, RecurrentHistory
+from accel.runtime.session.state.recurrent_history import EVERY, SNAPSHOTS, RecurrentHistory
 
 
 class Recorder:

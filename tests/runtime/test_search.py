@@ -364,12 +364,12 @@ def test_a_request_that_samples_is_refused(toy):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: BeamPatience(beams=0), "loop.beam-patience: beams is 0; give at least 1"),
-        (lambda: BeamPatience(patience=0), "patience is 0; give a number above 0"),
+        (lambda: BeamPatience(beams=0), "loop.beam-patience: beams is 0; give 1 to 256"),
+        (lambda: BeamPatience(patience=0), "patience is 0; give more than 0"),
         (lambda: BeamPatience(patience=float("nan")), "patience is nan"),
         (lambda: BeamPatience(length_penalty=300.0), "length_penalty is 300.0; give -50 to 50"),
         (lambda: BeamPatience(length_penalty=float("nan")), "length_penalty is nan"),
-        (lambda: FirstFinish(0), "loop.first-finish: samples is 0; give at least 1"),
+        (lambda: FirstFinish(0), "loop.first-finish: samples is 0; give 1 to 256"),
     ],
 )
 def test_options_out_of_range(make, words):

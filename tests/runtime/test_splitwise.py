@@ -161,8 +161,8 @@ def test_rows_move_and_their_bytes_are_those_of_the_state(opened, monkeypatch):
             )
         assert prompts.stats["kv_bytes"] == decodes.stats["kv_bytes"] == 0
         for engine in (prompts, decodes):
-            engine._ledger.check()
-            assert engine._ledger.free == engine._ledger.blocks
+            engine._batcher.ledger.check()
+            assert engine._batcher.ledger.free == engine._batcher.ledger.blocks
         monkeypatch.setattr(
             "accel.runtime.decode.row.Row.numbers",
             lambda row: {"tokens": row.tokens, "rng": np.random.default_rng(9).bit_generator.state},

@@ -230,7 +230,7 @@ def test_the_recipe_and_what_it_refuses():
     for change in ({"draft": {"use": "prompt-lookup"}}, {"tree": {"use": "static"}}):
         with pytest.raises(RecipeError, match="length = tetris cannot be combined with"):
             assemble(Recipe(tables=tables | change))
-    for options, words in (({"tokens": 0}, "tokens is 0; give at least 1"),
-                           ({"extra": -1}, "extra is -1; give at least 0")):  # fmt: skip
+    for options, words in (({"tokens": 0}, "tokens is 0; give 1 to 256"),
+                           ({"extra": -1}, "extra is -1; give 0 to 256")):  # fmt: skip
         with pytest.raises(RecipeError, match=f"length.tetris: {words}"):
             Tetris(**options)

@@ -10,7 +10,7 @@ import pytest
 import accel
 from accel.compiler.build_options import MOST, BuildOptions
 from accel.compiler.explain.explain import explain
-from accel.ir.axis import WHOLE, find_axes
+from accel.ir.axis import WHOLE, find_axes, ranges
 from accel.ir.errors import AccelError, InputError, RecipeError, shown
 from accel.ir.recipe import Recipe, bundled
 from accel.ir.tables import Tables
@@ -31,10 +31,17 @@ SIZES = {"max_context": 64, "max_batch": 4, "verify": False}
 def counts(method):
     """Its options that count: name -> the most that is declared, or what any takes."""
     return {
-        f.name: f.metadata.get("most", WHOLE)
+        f.name: largest(ranges(method)[f.name])
         for f in dataclasses.fields(method)
         if type(f.default) is int and f.init
     }
+
+
+def largest(allowed):
+    """The most that a range lets pass."""
+    if allowed is not None and allowed.one_of:
+        return max(allowed.one_of)
+    return WHOLE if allowed is None or allowed.most is None else allowed.most
 
 
 OPTIONS = [
@@ -65,7 +72,7 @@ def test_a_count_beyond_its_limit_is_refused(axis, use, option, most):
     for value in (most + 1, *HUGE):
         with pytest.raises(RecipeError) as refusal:
             AXES[axis].build(use, **{option: value})
-        for part in (f"{axis}.{use}.{option}", shown(value), str(most)):
+        for part in (f"{axis}.{use}: {option} ", shown(value), str(most)):
             assert part in str(refusal.value)
 
 

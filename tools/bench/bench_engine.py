@@ -72,8 +72,8 @@ def iterations(model: CompiledModel, rows: int, prompt: int, new: int) -> dict[s
     Session.run = clock.of("call", call)  # type: ignore[method-assign]
     try:
         with Engine(model) as engine:
-            schedule = engine._schedule = Timed(engine._schedule, clock)  # type: ignore[assignment]
-            whole = clock.of("all", engine._iteration)
+            schedule = engine._batcher.schedule = Timed(engine._batcher.schedule, clock)  # type: ignore[assignment]
+            whole = clock.of("all", engine._batcher.iterate)
 
             def iteration() -> None:
                 schedule.last = Plan()
@@ -82,7 +82,7 @@ def iterations(model: CompiledModel, rows: int, prompt: int, new: int) -> dict[s
                 if len(schedule.last.decodes) == rows and not schedule.last.chunks:
                     found.append(spent)
 
-            engine._iteration = iteration  # type: ignore[method-assign]
+            engine._batcher.iterate = iteration  # type: ignore[method-assign]
             prompts = draw.integers(3, model.facts.vocab_size, (rows, prompt))
             tickets = [engine.submit(Request(one, params)) for one in prompts]
             for ticket in tickets:

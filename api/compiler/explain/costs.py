@@ -24,7 +24,7 @@ from accel.ir.sizes import grows, per_slot
 from accel.ir.state import CacheRegion
 from accel.runtime.backends.buffers import STEP, kept_heads
 from accel.runtime.session.core import CHUNK
-from accel.runtime.session.observers.prompt_filter import unseen
+from accel.runtime.session.prompt.filter import unseen
 
 aten = torch.ops.aten
 _EXPERTS = {expert_linear.default, quantized_expert_linear.default}

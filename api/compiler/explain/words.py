@@ -6,12 +6,20 @@ import dataclasses
 import inspect
 from typing import Any
 
+from accel.ir.axis import ranges
+
 
 def about(method: Any) -> str:
     """The first paragraph of the method's module, or else of its class."""
     module = inspect.getmodule(type(method))
     text = inspect.getdoc(module) or inspect.getdoc(type(method)) or ""
     return " ".join(text.split("\n\n")[0].split())
+
+
+def docstrings(kind: type[Any]) -> str:
+    """All that a class of a method and its module say of themselves."""
+    module = inspect.getdoc(inspect.getmodule(kind)) or ""
+    return f"{module}\n\n{inspect.cleandoc(kind.__dict__.get('__doc__') or '')}"
 
 
 def details(method: Any) -> str:
@@ -24,7 +32,8 @@ def details(method: Any) -> str:
 
 
 def options(method: Any, chosen: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every field of a method: its default, and its value in this recipe."""
+    """Every field of a method: its default, its value in this recipe, and its range in words, "" where it has none."""
+    allowed = ranges(type(method))
     found = []
     for field in (f for f in dataclasses.fields(method) if f.init):
         default = field.default
@@ -36,6 +45,7 @@ def options(method: Any, chosen: dict[str, Any]) -> list[dict[str, Any]]:
             "value": getattr(method, field.name),
             "default": default,
             "type": str(field.type),
+            "range": str(allowed[field.name] or ""),
             "set": field.name in chosen,
         })  # fmt: skip
     return found

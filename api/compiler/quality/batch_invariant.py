@@ -6,7 +6,7 @@ import numpy as np
 
 from accel.ir.errors import Miscompiled
 from accel.runtime.artifact.artifact import Artifact
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.call import Logits
 from accel.runtime.model.load import from_artifact
 from accel.runtime.session.session import Session
 from accel.runtime.tree import Tree

@@ -1,7 +1,7 @@
 """Forms: how a kind of module computes when its own code cannot be exported.
 
 A file of this folder is a family of modules. Its `FORMS` maps the class name of a module to the
-function that takes the place of its `forward` while the model is exported; `Class.method` names
+function that takes the place of its `forward` while the model is exported; `CLASS.method` names
 another method, and `.method` that of every module which has one. Forms are written with the operators of
 accel.ir.ops. The captured program is checked against the module's own code, so a form that
 computes something else is found at once.

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.errors import PassError
-from accel.ir.facts import COARSE, KvFacts
+from accel.ir.kv import COARSE, KvFacts
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
 from accel.ir.ops.groups import near as near_to
@@ -35,10 +35,11 @@ class AquaKv(Tables, Base):
     The paper's quantiser (HIGGS) is replaced by kivi's.
     """
 
-    bits: int = 2
-    group: int = count(64, most=1024)
-    residual: int = count(128, most=8192)
-    sinks: int = count(4, most=4096)
+    bits: int = option(2, one_of=(2, 4, 8))
+    group: int = option(64, least=1, most=1024)
+    residual: int = option(128, least=1, most=8192)
+    sinks: int = option(4, least=0, most=4096)
+    lacks = "its quantiser HIGGS (kivi's is used)"
     key: ClassVar[str] = "aqua-kv"
     together: ClassVar[bool] = True
     unrotated: ClassVar[bool] = True
@@ -51,15 +52,12 @@ class AquaKv(Tables, Base):
     )
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise RecipeError(f"kv.codec.aqua-kv: bits is {self.bits}; give 2, 4 or 8")
-        if self.group < 1 or self.residual < 1 or self.residual % self.group:
+        super().__post_init__()
+        if self.residual % self.group:
             raise RecipeError(
-                f"kv.codec.aqua-kv: residual is {self.residual} and group {self.group}; give a residual that is a "
-                "multiple of the group, both at least 1"
+                f"{self.full_name}: residual is {self.residual} and group {self.group}; give a residual that is a "
+                "multiple of the group"
             )
-        if self.sinks < 0:
-            raise RecipeError(f"kv.codec.aqua-kv: sinks is {self.sinks}; give 0 or more")
 
     @property
     def block(self) -> int:

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
@@ -30,9 +29,10 @@ class Cskv(Tables, Base):
     of training. The paper starts at an SVD of the weights and trains both.
     """
 
-    density: float = 0.2
-    bits: int = 32
-    window: int = count(32, most=1024)
+    density: float = option(0.2, above=0, most=1)
+    bits: int = option(32, one_of=(4, 32))
+    window: int = option(32, least=1, most=1024)
+    lacks = "training of the maps from an SVD of the weights"
     key: ClassVar[str] = "cskv"
     together: ClassVar[bool] = True
     unrotated: ClassVar[bool] = True
@@ -42,16 +42,6 @@ class Cskv(Tables, Base):
         {"density": 1.0, "window": 8},
         {"density": 0.5, "bits": 4},
     )
-
-    def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
-            raise RecipeError(
-                f"kv.codec.cskv: density is {self.density}; give more than 0 and at most 1"
-            )
-        if self.bits not in (4, 32):
-            raise RecipeError(f"kv.codec.cskv: bits is {self.bits}; give 4 or 32")
-        if self.window < 1:
-            raise RecipeError(f"kv.codec.cskv: window is {self.window}; give 1 or more")
 
     @property
     def block(self) -> int:

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.patched import add_product, put_numbers
 from accel.passes.kv.codec import Sizes
 from accel.passes.kv.codec._directions import any_columns, orthonormal
@@ -34,25 +33,16 @@ class Gear(Kivi):
     rank 4, here a prompt is blocks of `residual` tokens, each with its own A and B. `outliers = 0` is GEAR-L.
     """
 
-    group: int = count(64, most=1024)
-    residual: int = count(64, most=8192)
-    low_rank: int = count(2, most=16)
-    outliers: float = 0.02
+    group: int = 64
+    residual: int = option(64, least=1, most=8192)
+    low_rank: int = option(2, least=0, most=16)
+    outliers: float = option(0.02, least=0, most=1)
     key: ClassVar[str] = "gear"
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"bits": 4, "outliers": 0.0},
         {"bits": 8, "group": 8, "residual": 24, "low_rank": 4, "outliers": 0.25},
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.low_rank < 0:
-            raise RecipeError(f"kv.codec.gear: low_rank is {self.low_rank}; give 0 or more")
-        if not 0 <= self.outliers <= 1:
-            raise RecipeError(
-                f"kv.codec.gear: outliers is {self.outliers}; give a share from 0 to 1"
-            )
 
     def _rank(self, width: int) -> int:
         return min(self.low_rank, self.residual, width)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
 from accel.passes.kv.codec import Base, Sizes
@@ -23,9 +23,9 @@ class Kivi(Base):
     of a token for values. `residual`: at least so many tokens stay exact, and so many are quantised together.
     """
 
-    bits: int = 2
-    group: int = count(32, most=1024)
-    residual: int = 128
+    bits: int = option(2, one_of=(2, 4, 8))
+    group: int = option(32, least=1, most=1024)
+    residual: int = option(128, least=1)
     key: ClassVar[str] = "kivi"
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
@@ -34,12 +34,11 @@ class Kivi(Base):
     )
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise RecipeError(f"kv.codec.{self.key}: bits is {self.bits}; give 2, 4 or 8")
-        if self.group < 1 or self.residual < 1 or self.residual % self.group:
+        super().__post_init__()
+        if self.residual % self.group:
             raise RecipeError(
-                f"kv.codec.{self.key}: residual is {self.residual} and group {self.group}; give a residual that is a "
-                "multiple of the group, both at least 1"
+                f"{self.full_name}: residual is {self.residual} and group {self.group}; give a residual that is a "
+                "multiple of the group"
             )
 
     @property

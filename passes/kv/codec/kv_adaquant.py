@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
 from accel.passes.kv.codec import Base, Sizes
 
@@ -22,23 +21,14 @@ class KvAdaquant(Base):
     Errors of keys grow with the norm of the keys, which is larger than that of the values.
     """
 
-    key_bits: int = 4
-    value_bits: int = 2
-    group: int = count(64, most=1024)
+    key_bits: int = option(4, one_of=_BITS)
+    value_bits: int = option(2, one_of=_BITS)
+    group: int = option(64, least=1, most=1024)
     small: ClassVar[Mapping[str, Any]] = {"group": 4}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"key_bits": 8, "value_bits": 4},
         {"key_bits": 2, "value_bits": 1, "group": 16},
     )
-
-    def __post_init__(self) -> None:
-        for name in ("key_bits", "value_bits"):
-            if getattr(self, name) not in _BITS:
-                raise RecipeError(
-                    f"kv.codec.kv-adaquant: {name} is {getattr(self, name)}; give 1, 2, 4 or 8"
-                )
-        if self.group < 1:
-            raise RecipeError(f"kv.codec.kv-adaquant: group is {self.group}; give 1 or more")
 
     @property
     def error(self) -> float:  # type: ignore[override]

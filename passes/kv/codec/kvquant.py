@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.codec import look_up_rows
 from accel.ir.ops.groups import group_dequantize
 from accel.ir.tables import Rows, Tables
@@ -40,10 +39,11 @@ class Kvquant(Tables, Base):
     count alike, since a compiled program has no gradients. Its Q-Norm is left out.
     """
 
-    bits: int = 3
-    outliers: float = _SHARE
-    first: int = count(1, most=64)
-    recent: int = count(32, most=1024)
+    bits: int = option(3, one_of=_BITS)
+    outliers: float = option(_SHARE, above=0, most=1)
+    first: int = option(1, least=0, most=64)
+    recent: int = option(32, least=1, most=1024)
+    lacks = "codes weighted by the gradients of a loss; Q-Norm"
     key: ClassVar[str] = "kvquant"
     together: ClassVar[bool] = True
     unrotated: ClassVar[bool] = True
@@ -53,18 +53,6 @@ class Kvquant(Tables, Base):
         {"bits": 4, "outliers": 0.1, "recent": 8},
         {"bits": 2, "outliers": 1.0, "first": 0, "recent": 8},
     )
-
-    def __post_init__(self) -> None:
-        if self.bits not in _BITS:
-            raise RecipeError(f"kv.codec.kvquant: bits is {self.bits}; give 2, 3 or 4")
-        if not 0 < self.outliers <= 1:
-            raise RecipeError(
-                f"kv.codec.kvquant: outliers is {self.outliers}; give more than 0 and at most 1"
-            )
-        if self.first < 0:
-            raise RecipeError(f"kv.codec.kvquant: first is {self.first}; give 0 or more")
-        if self.recent < 1:
-            raise RecipeError(f"kv.codec.kvquant: recent is {self.recent}; give 1 or more")
 
     @property
     def block(self) -> int:

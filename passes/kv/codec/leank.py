@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
 from accel.ir.tables import Observed, Rows
@@ -42,12 +42,12 @@ class LeanK(Fitted, Base):
     none. Heads of different sizes lie one after another in one row.
     """
 
-    ratio: float = 0.7
-    alignment: int = count(8, most=1024)
-    sinks: int = count(16, most=4096)
-    window: int = count(128, most=4096)
-    bits: int = 32
-    group: int = count(64, most=1024)
+    ratio: float = option(0.7, least=0, below=1)
+    alignment: int = option(8, least=1, most=1024)
+    sinks: int = option(16, least=0, most=4096)
+    window: int = option(128, least=1, most=4096)
+    bits: int = option(32, one_of=(4, 32))
+    group: int = option(64, least=1, most=1024)
     key: ClassVar[str] = "leank"
     together: ClassVar[bool] = True
     error = 8.0  # of random weights, whose channels are all needed
@@ -64,20 +64,11 @@ class LeanK(Fitted, Base):
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio < 1:
+        super().__post_init__()
+        if self.window % self.group:
             raise RecipeError(
-                f"kv.codec.leank: ratio is {self.ratio}; give at least 0 and less than 1"
-            )
-        if self.bits not in (4, 32):
-            raise RecipeError(f"kv.codec.leank: bits is {self.bits}; give 4 or 32")
-        if self.alignment < 1:
-            raise RecipeError(f"kv.codec.leank: alignment is {self.alignment}; give 1 or more")
-        if self.sinks < 0:
-            raise RecipeError(f"kv.codec.leank: sinks is {self.sinks}; give 0 or more")
-        if self.group < 1 or self.window < 1 or self.window % self.group:
-            raise RecipeError(
-                f"kv.codec.leank: window is {self.window} and group {self.group}; give a window that is a multiple of "
-                "the group, both at least 1"
+                f"{self.full_name}: window is {self.window} and group {self.group}; give a window that is a multiple "
+                "of the group"
             )
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import PassError
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
@@ -25,7 +25,7 @@ class Mha2gqaSvd(Tables, Base):
     commutes with. The heads must be a multiple of t.
     """
 
-    heads: int = count(2, most=64)
+    heads: int = option(2, least=1, most=64)
     key: ClassVar[str] = "mha2gqa-svd"
     together: ClassVar[bool] = True
     unrotated: ClassVar[bool] = True

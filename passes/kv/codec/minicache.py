@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near, spread
 from accel.passes.kv.codec import Base, Sizes
@@ -32,11 +32,11 @@ class Minicache(Base):
     tokens stay exact.
     """
 
-    bits: int = 4
-    group: int = count(64, most=256)
-    residual: int = count(64, most=256)
-    deeper: float = 0.6
-    retain: float = 0.05
+    bits: int = option(4, one_of=(4, 8, *_FLOATS))
+    group: int = option(64, least=1, most=256)
+    residual: int = option(64, least=1, most=256)
+    deeper: float = option(0.6, least=0, most=1)
+    retain: float = option(0.05, least=0, most=1)
     key: ClassVar[str] = "minicache"
     spans: ClassVar[bool] = True
     error = 8.0  # of random weights, whose layers have nothing in common
@@ -48,18 +48,12 @@ class Minicache(Base):
     )
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8, *_FLOATS):
-            raise RecipeError(f"kv.codec.minicache: bits is {self.bits}; give 4, 8, 16 or 32")
-        if self.group < 1 or self.residual < 1 or self.residual % self.group:
+        super().__post_init__()
+        if self.residual % self.group:
             raise RecipeError(
-                f"kv.codec.minicache: residual is {self.residual} and group {self.group}; give a residual that is a "
-                "multiple of the group, both at least 1"
+                f"{self.full_name}: residual is {self.residual} and group {self.group}; give a residual that is a "
+                "multiple of the group"
             )
-        for name in ("deeper", "retain"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RecipeError(
-                    f"kv.codec.minicache: {name} is {getattr(self, name)}; give a number from 0 to 1"
-                )
 
     @property
     def block(self) -> int:

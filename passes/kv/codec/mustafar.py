@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.groups import packed
 from accel.ir.ops.patched import spread_rows
 from accel.passes.kv.codec import Base, Sizes
@@ -23,19 +22,11 @@ class Mustafar(Base):
     in float16, and a bit for each of the D says where. `recent`: at least so many tokens stay whole.
     """
 
-    sparsity: float = 0.7
-    recent: int = count(32, most=4096)
+    sparsity: float = option(0.7, least=0, below=1)
+    recent: int = option(32, least=1, most=4096)
     error = 4.0  # of random weights, whose numbers are all of a size
     small: ClassVar[Mapping[str, Any]] = {"recent": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"sparsity": 0.5}, {"sparsity": 0.0})
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
-            raise RecipeError(
-                f"kv.codec.mustafar: sparsity is {self.sparsity}; give at least 0 and less than 1"
-            )
-        if self.recent < 1:
-            raise RecipeError(f"kv.codec.mustafar: recent is {self.recent}; give 1 or more")
 
     @property
     def block(self) -> int:

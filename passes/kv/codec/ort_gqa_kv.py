@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.codec import decode_static, encode_static, ends
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
@@ -32,7 +32,7 @@ class OrtGqaKv(Tables, Base):
     Keys are stored after RoPE, and each call reads its own keys and values as they are stored, so in prefill too.
     """
 
-    bits: int = 8
+    bits: int = option(8, one_of=_BITS)
     channels: bool = True
     key: ClassVar[str] = "ort-gqa-kv"
     saturates: ClassVar[bool] = True
@@ -42,13 +42,6 @@ class OrtGqaKv(Tables, Base):
         {"bits": 4},
         {"bits": 4, "channels": False},
     )
-
-    def __post_init__(self) -> None:
-        if self.bits not in _BITS:
-            raise RecipeError(
-                f"kv.codec.ort-gqa-kv: bits is {self.bits}, and GroupQueryAttention of onnxruntime stores 4 or 8; "
-                "give one of these, or take kivi or kvquant"
-            )
 
     def sizes(self, width: int, heads: int) -> TableSizes:
         """The largest number of each channel."""

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.groups import (
     block_sizes,
     group_dequantize,
@@ -35,16 +34,12 @@ class QuantspecKv(Base):
     many tokens at least stay exact, and less than two times as many: the paper's two buffers.
     """
 
-    group: int = count(128, most=1024)
+    group: int = option(128, least=1, most=1024)
     key: ClassVar[str] = "quantspec-kv"
     coarse: ClassVar[tuple[str, ...]] = ("", "scale", "least")
     error = 0.1  # of random weights, where errors grow from layer to layer
     small: ClassVar[Mapping[str, Any]] = {"group": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"group": 6},)
-
-    def __post_init__(self) -> None:
-        if self.group < 1:
-            raise RecipeError(f"kv.codec.{self.key}: group is {self.group}; give 1 or more")
 
     @property
     def block(self) -> int:

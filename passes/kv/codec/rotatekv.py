@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
@@ -34,10 +33,10 @@ class Rotatekv(Tables, Base):
     first.
     """
 
-    bits: int = 2
-    group: int = count(128, most=4096)
-    first: int = count(4, most=64)
-    recent: int = count(32, most=1024)
+    bits: int = option(2, one_of=(2, 4, 8))
+    group: int = option(128, least=1, most=4096)
+    first: int = option(4, least=0, most=64)
+    recent: int = option(32, least=1, most=1024)
     key: ClassVar[str] = "rotatekv"
     together: ClassVar[bool] = True
     unrotated: ClassVar[bool] = True
@@ -46,15 +45,6 @@ class Rotatekv(Tables, Base):
         {"bits": 4, "group": 16},
         {"bits": 8, "first": 0, "recent": 8},
     )
-
-    def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise RecipeError(f"kv.codec.rotatekv: bits is {self.bits}; give 2, 4 or 8")
-        if self.group < 1 or self.recent < 1:
-            name = "group" if self.group < 1 else "recent"
-            raise RecipeError(f"kv.codec.rotatekv: {name} is {getattr(self, name)}; give 1 or more")
-        if self.first < 0:
-            raise RecipeError(f"kv.codec.rotatekv: first is {self.first}; give 0 or more")
 
     @property
     def error(self) -> float:  # type: ignore[override]

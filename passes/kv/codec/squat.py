@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.groups import group_dequantize, group_quantize
 from accel.passes.kv.codec._directions import largest
 from accel.passes.kv.codec.kivi import Kivi
@@ -26,25 +25,15 @@ class SQuat(Kivi):
     The queries are all those that the row has had when a block is encoded; the paper takes the prompt's, once.
     """
 
-    weight: float = 0.001
-    directions: int = count(5, most=16)
-    channels: int = count(32, most=1024)
+    weight: float = option(0.001, least=0)
+    directions: int = option(5, least=1, most=16)
+    channels: int = option(32, least=1, most=1024)
     queries: ClassVar[bool] = True
     key: ClassVar[str] = "squat"
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"bits": 4, "channels": 8},
         {"weight": 0.0, "group": 8, "residual": 24},
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.weight >= 0:
-            raise RecipeError(f"kv.codec.squat: weight is {self.weight}; give 0 or more")
-        for name in ("directions", "channels"):
-            if getattr(self, name) < 1:
-                raise RecipeError(
-                    f"kv.codec.squat: {name} is {getattr(self, name)}; give 1 or more"
-                )
 
     def encode(self, role: str, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
         """queries: [B,G,D,D], of keys."""

@@ -1,5 +1,5 @@
-"""CaM (ICML 2024, "Cache Merging for Memory-efficient LLMs Inference"): the value of an evicted token is spread over
-the next kept ones, the likelier the more attention it drew.
+"""CaM: Cache Merging for Memory-efficient LLMs Inference (ICML 2024). The value of an evicted token is spread over the
+next kept ones, the likelier the more attention it drew.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.ir.ops.noise import uniform
 from accel.passes.kv.keep import Base
@@ -25,21 +24,17 @@ class CaM(Base):
 
     Attention is that of generated tokens, so nothing is merged before the first. The draw is a hash of the token's
     position, the head and `seed`.
+
+    A call of one token counts as a generated one, so prompts run whole.
     """
 
-    window: int = count(32, most=4096)
-    seed: int = 0
+    window: int = option(32, least=1, most=4096)
+    seed: int = option(0, least=0)
 
     relies = frozenset({Invariant.ALL_LAYERS_RUN, Invariant.FULL_ATTENTION})
     breaks = Base.breaks | {Invariant.REWIND}
     adds: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"window": 3}
-
-    def __post_init__(self) -> None:
-        if self.window < 1 or self.seed < 0:
-            raise RecipeError(
-                f"kv.keep.cam: window is {self.window} and seed {self.seed}; give at least 1 and 0"
-            )
 
     def __call__(
         self, values: Tensor, decode_mass: Tensor, positions: Tensor, chosen: Tensor, real: Tensor

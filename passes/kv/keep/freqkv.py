@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv._shared.slots import places
 from accel.passes.kv.keep import Base
 
@@ -23,20 +23,17 @@ class FreqKV(Base):
 
     Keys are rotated to their places in the cache, which the next token follows, so text may outgrow the positions that
     the model knows. The scores choose nothing.
+
+    With `kv.when = full` a cache of C slots is turned into low frequencies each time that it is full. After a call
+    it holds fewer than C tokens; until it is full for the first time a row is the model's own.
     """
 
-    sinks: int = 8
-    recent: int = 0
+    sinks: int = option(8, least=0)
+    recent: int = option(0, least=0)
     adds: ClassVar[bool] = True  # weights of either sign
     moves: ClassVar[bool] = True
     makes: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"sinks": 2}
-
-    def __post_init__(self) -> None:
-        if min(self.sinks, self.recent) < 0:
-            raise RecipeError(
-                f"kv.keep.freqkv: sinks is {self.sinks} and recent {self.recent}; give 0 or more"
-            )
 
     def __call__(
         self, keys: Tensor, values: Tensor, positions: Tensor, real: Tensor, ranks: Tensor

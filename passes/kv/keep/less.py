@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.keep import Absorbed, Base
 from accel.passes.trained import Trained
 
@@ -29,17 +28,16 @@ class Less(Trained, Base):
     head has R (D + 1) numbers, however many tokens went.
 
     The maps are trained per layer; those of keys per KV head, those of queries per query head.
+
+    In training a row is cut and each head keeps some of its tokens; the maps learn to take away the error that
+    dropping the others leaves behind the output projection.
     """
 
-    rank: int = count(8, most=256)
+    rank: int = option(8, least=1, most=256)
 
     key: ClassVar[str] = "less"
     merges: ClassVar[bool] = False
     absorbs: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise RecipeError(f"kv.keep.less: rank is {self.rank}; give at least 1")
 
     def __call__(self, values: Tensor, chosen: Tensor) -> Tensor:
         return values.gather(2, chosen[..., None].expand(-1, -1, -1, values.shape[3]))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
 from accel.passes.kv.keep import Base, Parts
@@ -19,14 +19,11 @@ class MiKV(Base):
     scales channels of keys before, by a prompt's largest queries and keys in them; that is left out.
     """
 
-    bits: int = 4
+    bits: int = option(4, one_of=(2, 4, 8))
+    lacks = "channel scales of keys by a prompt's queries"
     breaks = Base.breaks | {Invariant.PLAIN_KEYS}
     merges: ClassVar[bool] = False
     demotes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise RecipeError(f"kv.keep.mikv: bits is {self.bits}; give 2, 4 or 8")
 
     def __call__(self, values: Tensor, chosen: Tensor) -> Tensor:
         return values.gather(2, chosen[..., None].expand(-1, -1, -1, values.shape[3]))

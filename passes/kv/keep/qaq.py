@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
@@ -31,32 +31,27 @@ class QAQ(Base):
 
     The paper also has 3 bits; its 0 bits never come up, but where all numbers are one. For |q|² its release has 300,
     called the norm of queries: an error of a key grows with |q| in a product, and |q| is about 15 in trained models.
+
+    Each pair of bits, such as `k2v4`, is an encoding of its own, which costs each step a decode: four with 2 to 4
+    bits, nine to 8. A token and head of D channels takes bits · D/8 bytes for each of key and value, 4 for steps, 3
+    for each outlier, and 8 for its position.
     """
 
-    error: float = 1.0
-    window: int = count(5, most=1024)
-    least_bits: int = 2
-    most_bits: int = 4
-    outliers: float = 0.01
+    error: float = option(1.0, above=0)
+    window: int = option(5, least=1, most=1024)
+    least_bits: int = option(2, one_of=_BITS)
+    most_bits: int = option(4, one_of=_BITS)
+    outliers: float = option(0.01, least=0, below=1)
+    lacks = "codes of 3 bits"
     merges: ClassVar[bool] = False
     demotes: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"window": 2}
 
     def __post_init__(self) -> None:
-        if not self.error > 0 or not math.isfinite(self.error):
-            raise RecipeError(f"kv.keep.qaq: error is {self.error}; give a number above 0")
-        if self.window < 1:
-            raise RecipeError(f"kv.keep.qaq: window is {self.window}; give at least 1")
-        if not 0 <= self.outliers < 1:
-            raise RecipeError(
-                f"kv.keep.qaq: outliers is {self.outliers}; give a share from 0 to below 1"
-            )
-        for name in ("least_bits", "most_bits"):
-            if (given := getattr(self, name)) not in _BITS:
-                raise RecipeError(f"kv.keep.qaq: {name} is {given}; give 1, 2, 4 or 8")
+        super().__post_init__()
         if self.least_bits > self.most_bits:
             raise RecipeError(
-                f"kv.keep.qaq: least_bits is {self.least_bits}, more than most_bits, {self.most_bits}; give less"
+                f"{self.full_name}: least_bits is {self.least_bits}, more than most_bits, {self.most_bits}; give less"
             )
 
     @property

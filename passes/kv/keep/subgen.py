@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.centres import farthest_first
 from accel.ir.ops.noise import gumbel, uniform
 from accel.passes.kv.keep import Absorbed, Base
@@ -32,21 +31,15 @@ class SubGen(Base):
     eviction that cover the others (k-centre) open the clusters that are free, and the rest join the nearest one.
     """
 
-    clusters: int = count(64, most=4096)
-    samples: int = count(2, most=64)
-    slots: int = count(128, most=4096)
-    seed: int = 0
+    clusters: int = option(64, least=1, most=4096)
+    samples: int = option(2, least=1, most=64)
+    slots: int = option(128, least=1, most=4096)
+    seed: int = option(0, least=0)
 
+    lacks = "a number of clusters that grows by a radius"
     merges: ClassVar[bool] = False
     absorbs: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"clusters": 3, "samples": 2, "slots": 4}
-
-    def __post_init__(self) -> None:
-        if min(self.clusters, self.samples, self.slots) < 1 or self.seed < 0:
-            raise RecipeError(
-                f"kv.keep.subgen: clusters is {self.clusters}, samples {self.samples}, slots {self.slots} and seed "
-                f"{self.seed}; give at least 1, 1, 1 and 0"
-            )
 
     def __call__(self, values: Tensor, chosen: Tensor) -> Tensor:
         return values.gather(2, chosen[..., None].expand(-1, -1, -1, values.shape[3]))

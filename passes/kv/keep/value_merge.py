@@ -1,4 +1,6 @@
-"""Value merging: the value of an evicted token is added to that of the kept token with the most similar key."""
+"""Value merging (Token Merging, arXiv:2210.09461; D2O, arXiv:2406.13035): the value of an evicted token is added to
+that of the kept token with the most similar key.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.keep import Base
 
 
@@ -15,13 +17,7 @@ from accel.passes.kv.keep import Base
 class ValueMerge(Base):
     """`threshold`: minimum cosine similarity of the two keys. Keys are unchanged."""
 
-    threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not -1 <= self.threshold <= 1:
-            raise RecipeError(
-                f"kv.keep.value-merge: threshold is {self.threshold}; give a cosine from -1 to 1"
-            )
+    threshold: float = option(0.0, least=-1, most=1)
 
     def __call__(
         self, keys: Tensor, values: Tensor, positions: Tensor, chosen: Tensor, real: Tensor

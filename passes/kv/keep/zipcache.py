@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.ir.ops.groups import LEAST, WIDER, block_sizes, group_dequantize, group_quantize, packed
 from accel.passes.kv._shared.slots import ranks_of
@@ -28,23 +28,17 @@ class ZipCache(Base):
     Keys have a scale and a minimum of each channel, over the salient tokens of one eviction or over the others. Values
     are divided by the square root of each channel's largest magnitude, then have a scale and a minimum of each token
     (the paper's: of all heads of a token, which here may be in different forms). Nothing is encoded twice.
+
+    A token and head of D channels takes bits · D/8 bytes of keys and 4 more of values, and 11 for its position and
+    eviction; the steps of one eviction take 6 D for each number of bits.
     """
 
-    ratio: float = 0.4
-    bits: int = 4
-    low_bits: int = 2
+    ratio: float = option(0.4, least=0, most=1)
+    bits: int = option(4, one_of=_BITS)
+    low_bits: int = option(2, one_of=_BITS)
     breaks = Base.breaks | {Invariant.PLAIN_KEYS}
     merges: ClassVar[bool] = False
     demotes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ratio <= 1:
-            raise RecipeError(
-                f"kv.keep.zipcache: ratio is {self.ratio}; give the share of tokens in low_bits, from 0 to 1"
-            )
-        for name in ("bits", "low_bits"):
-            if (given := getattr(self, name)) not in _BITS:
-                raise RecipeError(f"kv.keep.zipcache: {name} is {given}; give 2, 4 or 8")
 
     def __call__(self, values: Tensor, chosen: Tensor) -> Tensor:
         return values.gather(2, chosen[..., None].expand(-1, -1, -1, values.shape[3]))

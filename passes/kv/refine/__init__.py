@@ -48,7 +48,7 @@ class Base(Method):
     first: ClassVar[Callable[..., Tensor] | None] = None
 
     def __post_init__(self) -> None:
-        """A method that checks its options calls this, too."""
+        super().__post_init__()
         if self.then is None or isinstance(self.then, Base):
             return
         table = self.then

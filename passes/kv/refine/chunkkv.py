@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError, shown
+from accel.ir.axis import option
 from accel.passes.kv._shared.slots import in_order, mean_of_heads, places, sums
 from accel.passes.kv.refine import Base
 from accel.passes.kv.refine._ranks import above_zero
@@ -27,21 +26,10 @@ class ChunkKV(Base):
     The paper sums; kvpress takes the mean and chunks of 20. Scores below 0 are counted from the lowest.
     """
 
-    chunk: int = count(10, most=4096)
-    pooling: str = "sum"
-    reuse: int = count(1, most=1 << 20)  # type: ignore[misc]
+    chunk: int = option(10, least=1, most=4096)
+    pooling: str = option("sum", one_of=("sum", "mean"))
+    reuse: int = option(1, least=1, most=1 << 20)  # type: ignore[misc]
     small: ClassVar[Mapping[str, Any]] = {"chunk": 3}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.chunk < 1:
-            raise RecipeError(f"kv.refine.chunkkv: chunk is {self.chunk}; give at least 1 token")
-        if self.reuse < 1:
-            raise RecipeError(f"kv.refine.chunkkv: reuse is {self.reuse}; give at least 1 layer")
-        if self.pooling not in ("sum", "mean"):
-            raise RecipeError(
-                f"kv.refine.chunkkv: pooling is {shown(self.pooling)}; give 'sum' or 'mean'"
-            )
 
     def __call__(self, scores: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
         worth = mean_of_heads(above_zero(scores), positions)

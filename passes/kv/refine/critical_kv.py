@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv._shared.slots import ranks_of
 from accel.passes.kv.refine import Base
 from accel.passes.kv.refine._ranks import above_zero
@@ -21,17 +21,8 @@ class CriticalKV(Base):
     Scores below 0 are counted from the lowest, since the paper has those of attention.
     """
 
-    share: float = 0.5
-    epsilon: float = 1e-4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.share <= 1:
-            raise RecipeError(
-                f"kv.refine.critical-kv: share is {self.share}; give a fraction from 0 to 1"
-            )
-        if not 0 <= self.epsilon < float("inf"):
-            raise RecipeError(f"kv.refine.critical-kv: epsilon is {self.epsilon}; give 0 or more")
+    share: float = option(0.5, least=0, most=1)
+    epsilon: float = option(1e-4, least=0)
 
     def __call__(
         self,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.refine import Base
 from accel.passes.kv.refine._ranks import above_zero
 
@@ -28,21 +27,10 @@ class GraphKV(Base):
     number of neighbours open.
     """
 
-    share: float = 0.3
-    neighbours: int = count(0, most=4096)
-    rounds: int = count(1, most=16)
+    share: float = option(0.3, least=0.001, most=1)
+    neighbours: int = option(0, least=-1, most=4096)
+    rounds: int = option(1, least=0, most=16)
     small: ClassVar[Mapping[str, Any]] = {"share": 0.5}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.001 <= self.share <= 1:
-            raise RecipeError(
-                f"kv.refine.graphkv: share is {self.share}; give a fraction from 0.001 to 1"
-            )
-        if self.neighbours < -1 or self.rounds < 0:
-            raise RecipeError(
-                f"kv.refine.graphkv: neighbours is {self.neighbours} and rounds {self.rounds}; give at least -1 and 0"
-            )
 
     def __call__(
         self, scores: Tensor, keys: Tensor, positions: Tensor, counts: Tensor, ranks: Tensor

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.errors import RecipeError, shown
+from accel.ir.axis import option
 from accel.ir.ops.noise import uniform
 from accel.passes.kv._shared.slots import ranks_of, same_token
 from accel.passes.kv.refine import Base
@@ -28,23 +28,10 @@ class KVCrush(Base):
     own.
     """
 
-    share: float = 0.25
-    anchor: str = "mean"
-    seed: int = 0
+    share: float = option(0.25, least=0, most=1)
+    anchor: str = option("mean", one_of=_ANCHORS)
+    seed: int = option(0, least=0)
     small: ClassVar[Mapping[str, Any]] = {"share": 0.4}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.share <= 1:
-            raise RecipeError(
-                f"kv.refine.kvcrush: share is {self.share}; give a fraction from 0 to 1"
-            )
-        if self.anchor not in _ANCHORS:
-            raise RecipeError(
-                f"kv.refine.kvcrush: anchor is {shown(self.anchor)}; give one of {', '.join(_ANCHORS)}"
-            )
-        if self.seed < 0:
-            raise RecipeError(f"kv.refine.kvcrush: seed is {self.seed}; give at least 0")
 
     def __call__(
         self, scores: Tensor, positions: Tensor, protected: Tensor, counts: Tensor

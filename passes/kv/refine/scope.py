@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.refine import Base
 from accel.passes.kv.refine._phases import frozen
 
@@ -21,13 +20,8 @@ class Scope(Base):
     attention of the newest query (`tova`). `kv.budget.phases` gives both parts their budgets.
     """
 
-    recent: int = count(256, most=1 << 20)
+    recent: int = option(256, least=0, most=1 << 20)
     small: ClassVar[Mapping[str, Any]] = {"recent": 3}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.recent < 0:
-            raise RecipeError(f"kv.refine.scope: recent is {self.recent}; give at least 0")
 
     def __call__(self, scores: Tensor) -> Tensor:
         return scores

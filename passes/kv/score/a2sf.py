@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.inputs._accumulated import Draw
 from accel.passes.kv.score import Base
 
@@ -21,16 +21,10 @@ class A2SF(Base):
     The paper's current code scores the prompt alone; here generated tokens count, too, as in its first version.
     """
 
-    decay: float = 0.95
-    recent: int = 128
+    decay: float = option(0.95, least=0, most=1)
+    recent: int = option(128, least=0)
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 4}
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay <= 1:
-            raise RecipeError(f"kv.score.a2sf: decay is {self.decay}; give a factor from 0 to 1")
-        if self.recent < 0:
-            raise RecipeError(f"kv.score.a2sf: recent is {self.recent}; give at least 0")
 
     def accumulate(self, mass: Tensor, drawn: Draw, query_positions: Tensor) -> Tensor:  # type: ignore[override]
         """See Base."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._leverage import finite, leverage
 
@@ -27,18 +26,10 @@ class CapKV(Base):
     This is the release (in kvpress): the paper has a plain product in place of the cosine, and no mean rotation.
     """
 
-    tau: float = 5.0
-    future: int = count(512, most=1 << 16)
-    sinks: int = 4
+    tau: float = option(5.0, least=0, most=10000)
+    future: int = option(512, least=1, most=1 << 16)
+    sinks: int = option(4, least=0)
     small: ClassVar[Mapping[str, Any]] = {"future": 8, "sinks": 2}
-
-    def __post_init__(self) -> None:
-        if self.future < 1 or self.sinks < 0:
-            raise RecipeError(
-                f"kv.score.capkv: future is {self.future} and sinks {self.sinks}; give at least 1 and 0"
-            )
-        if not 0 <= self.tau <= 1e4:
-            raise RecipeError(f"kv.score.capkv: tau is {self.tau}; give 0..10000")
 
     def __call__(
         self, query_mean: Tensor, keys: Tensor, values: Tensor, positions: Tensor

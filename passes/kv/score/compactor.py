@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._leverage import finite, leverage, sketch
 from accel.passes.kv.score._window import pooled
@@ -32,27 +30,16 @@ class Compactor(Base):
     The mean and deviation are of a row, not of a whole batch as in the release.
     """
 
-    sinks: int = 8
-    recent: int = 4
-    chunk: int = count(256, most=1 << 16)
-    sketch: int = count(48, most=256)
-    blending: float = -1.0
-    seed: int = 0
+    sinks: int = option(8, least=0)
+    recent: int = option(4, least=0)
+    chunk: int = option(256, least=1, most=1 << 16)
+    sketch: int = option(48, least=1, most=256)
+    blending: float = option(-1.0)
+    seed: int = option(0, least=0)
     small: ClassVar[Mapping[str, Any]] = {
         "sinks": 2, "recent": 2, "chunk": 8, "sketch": 4,
         "blending": 0.35,  # at another budget the default ranks otherwise
     }  # fmt: skip
-
-    def __post_init__(self) -> None:
-        if min(self.sinks, self.recent, self.seed) < 0 or min(self.chunk, self.sketch) < 1:
-            raise RecipeError(
-                f"kv.score.compactor: sinks is {self.sinks}, recent {self.recent}, seed {self.seed}, chunk "
-                f"{self.chunk} and sketch {self.sketch}; give at least 0, 0, 0, 1 and 1"
-            )
-        if not math.isfinite(self.blending):
-            raise RecipeError(
-                f"kv.score.compactor: blending is {self.blending}; give a number (below 0: the share that is evicted)"
-            )
 
     def note(self, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
         """See Base: the attention to a token times the norm of its value."""

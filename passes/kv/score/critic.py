@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.passes.kv.score import Base
 
@@ -22,22 +24,20 @@ class Critic(Base):
     printed as a sum over the keys of a query, which is constant; the sum over the queries is meant.
     """
 
-    attention: float = 0.5
-    entropy: float = 0.5
-    recent: int = 128
+    attention: float = option(0.5, least=0)
+    entropy: float = option(0.5, least=0)
+    recent: int = option(128, least=0)
+    lacks = "the term of a loss's gradient"
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 4}
 
     def __post_init__(self) -> None:
-        if min(self.attention, self.entropy) < 0 or not 0 < self.attention + self.entropy < float(
-            "inf"
-        ):
+        super().__post_init__()
+        if not 0 < self.attention + self.entropy < math.inf:
             raise RecipeError(
-                f"kv.score.critic: attention is {self.attention} and entropy {self.entropy}; give weights of at "
-                "least 0, one of them above"
+                f"{self.full_name}: attention is {self.attention} and entropy {self.entropy}; give weights, one of "
+                "them above 0"
             )
-        if self.recent < 0:
-            raise RecipeError(f"kv.score.critic: recent is {self.recent}; give at least 0")
 
     def __call__(self, mass: Tensor, entropy: Tensor, positions: Tensor) -> Tensor:
         there = (positions >= 0) & mass.isfinite() & entropy.isfinite()

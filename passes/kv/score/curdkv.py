@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError, shown
+from accel.ir.axis import option
 from accel.passes.kv._shared.slots import places, sums
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._leverage import sketch
@@ -26,28 +25,13 @@ class CurDKV(Base):
     and values are projected to so many random directions first, by `seed`, the same for both and for all heads.
     """
 
-    sinks: int = 4
-    recent: int = 0
-    window: int = count(16, most=1 << 20)
-    by: str = "product"
-    channels: int = count(0, most=256)
-    seed: int = 0
+    sinks: int = option(4, least=0)
+    recent: int = option(0, least=0)
+    window: int = option(16, least=1, most=1 << 20)
+    by: str = option("product", one_of=("product", "mean", "keys", "values"))
+    channels: int = option(0, least=0, most=256)
+    seed: int = option(0, least=0)
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"channels": 3},)
-
-    def __post_init__(self) -> None:
-        if min(self.sinks, self.recent) < 0 or self.window < 1:
-            raise RecipeError(
-                f"kv.score.curdkv: sinks is {self.sinks}, recent {self.recent} and window {self.window}; give at "
-                "least 0, 0 and 1"
-            )
-        if min(self.channels, self.seed) < 0:
-            raise RecipeError(
-                f"kv.score.curdkv: channels is {self.channels} and seed {self.seed}; give at least 0"
-            )
-        if self.by not in ("product", "mean", "keys", "values"):
-            raise RecipeError(
-                f"kv.score.curdkv: by is {shown(self.by)}; give 'product', 'mean', 'keys' or 'values'"
-            )
 
     def __call__(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         place = places(positions)

@@ -11,8 +11,7 @@ import torch
 from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.attention import Form
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._leverage import finite
@@ -31,20 +30,10 @@ class ExpectedAttention(Base):
     decodes, it takes statistics of the last 128 tokens alone.
     """
 
-    future: int = count(512, most=1 << 16)
-    sinks: int = 4
-    epsilon: float = 0.0
+    future: int = option(512, least=1, most=1 << 16)
+    sinks: int = option(4, least=0)
+    epsilon: float = option(0.0, least=0)
     small: ClassVar[Mapping[str, Any]] = {"future": 8, "sinks": 2}
-
-    def __post_init__(self) -> None:
-        if self.future < 1 or self.sinks < 0:
-            raise RecipeError(
-                f"kv.score.expected-attention: future is {self.future} and sinks {self.sinks}; give at least 1 and 0"
-            )
-        if not 0 <= self.epsilon < float("inf"):
-            raise RecipeError(
-                f"kv.score.expected-attention: epsilon is {self.epsilon}; give 0 or more"
-            )
 
     def __call__(
         self,

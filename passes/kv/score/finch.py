@@ -1,4 +1,4 @@
-"""FINCH (TACL 2024, "Prompt-guided Key-Value Cache Compression"): keep what the question attends to."""
+"""FINCH (arXiv:2408.00167): keep what the question attends to."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv._shared.slots import places, ranks_of
 from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
@@ -34,16 +33,10 @@ class Finch(Base):
     kvpress' number of keys is one lower.
     """
 
-    window: int = count(64, most=1024)
-    chunk: int = count(0, most=1 << 20)
+    window: int = option(64, least=1, most=1024)
+    chunk: int = option(0, least=0, most=1 << 20)
     small: ClassVar[Mapping[str, Any]] = {"window": 4}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"chunk": 5},)
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise RecipeError(f"kv.score.finch: window is {self.window}; give at least 1")
-        if self.chunk < 0:
-            raise RecipeError(f"kv.score.finch: chunk is {self.chunk}; give 0 or more tokens")
 
     @property
     def observe(self) -> int:  # type: ignore[override]

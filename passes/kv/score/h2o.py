@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.score import Base
 
 
@@ -16,13 +16,9 @@ from accel.passes.kv.score import Base
 class H2O(Base):
     """`recent`: number of newest tokens to keep; heavy hitters fill the rest of the budget."""
 
-    recent: int = 128
+    recent: int = option(128, least=0)
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 4}
-
-    def __post_init__(self) -> None:
-        if self.recent < 0:
-            raise RecipeError(f"kv.score.h2o: recent is {self.recent}; give at least 0")
 
     def __call__(self, mass: Tensor) -> Tensor:
         return mass

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.centres import farthest_first
 from accel.passes.kv.score import Base
 
@@ -23,13 +22,9 @@ class KCentre(Base):
     It takes one pass over the keys of a head per token that stays: O(S keep D).
     """
 
-    recent: int = count(32, most=1 << 20)
+    recent: int = option(32, least=0, most=1 << 20)
 
     small = {"recent": 2}
-
-    def __post_init__(self) -> None:
-        if self.recent < 0:
-            raise RecipeError(f"kv.score.k-centre: recent is {self.recent}; give at least 0")
 
     def __call__(self, keys: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         nearest = torch.full_like(keys[..., 0], torch.inf)

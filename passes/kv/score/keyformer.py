@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.inputs._accumulated import Draw
 from accel.passes.kv.score import Base
 
@@ -23,29 +22,14 @@ class Keyformer(Base):
     keeps 30 % of the budget as `recent`.
     """
 
-    recent: int = 128
-    noise: float = 1.0
-    start: float = 1.0
-    end: float = 2.0
-    rise: int = count(100, most=1 << 20)
-    seed: int = 0
+    recent: int = option(128, least=0)
+    noise: float = option(1.0, least=0)
+    start: float = option(1.0, above=0)
+    end: float = option(2.0, above=0)
+    rise: int = option(100, least=1, most=1 << 20)
+    seed: int = option(0, least=0)
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 4}
-
-    def __post_init__(self) -> None:
-        if min(self.recent, self.seed) < 0 or self.rise < 1:
-            raise RecipeError(
-                f"kv.score.keyformer: recent is {self.recent}, seed {self.seed} and rise {self.rise}; give at least "
-                "0, 0 and 1"
-            )
-        if not (0 < self.start < float("inf") and 0 < self.end < float("inf")):
-            raise RecipeError(
-                f"kv.score.keyformer: start is {self.start} and end {self.end}; give temperatures above 0"
-            )
-        if not 0 <= self.noise < float("inf"):
-            raise RecipeError(
-                f"kv.score.keyformer: noise is {self.noise}; give 0 or more (1: as the paper)"
-            )
 
     def accumulate(  # type: ignore[override]
         self, mass: Tensor, drawn: Draw, steps: Tensor, layer: Tensor

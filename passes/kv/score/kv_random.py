@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.noise import uniform
 from accel.passes.kv.score import Base
 
@@ -19,17 +19,11 @@ class KVRandom(Base):
     `sinks`, `recent`: number of first and newest tokens to keep.
     """
 
-    sinks: int = 4
-    recent: int = 32
-    seed: int = 0
+    sinks: int = option(4, least=0)
+    recent: int = option(32, least=0)
+    seed: int = option(0, least=0)
     small: ClassVar[Mapping[str, Any]] = {"sinks": 1, "recent": 2}
     by_position: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if min(self.sinks, self.recent, self.seed) < 0:
-            raise RecipeError(
-                f"kv.score.kv-random: sinks is {self.sinks}, recent {self.recent} and seed {self.seed}; give at least 0"
-            )
 
     def __call__(self, positions: Tensor, layer: Tensor) -> Tensor:
         head = positions.new_ones(positions.shape[:2]).cumsum(1)[..., None]

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from accel.ir.axis import option
 from accel.passes.kv.score import Base
 
 
@@ -20,7 +21,8 @@ class KVzip(Base):
     positions free.
     """
 
-    sinks: int = 4
+    sinks: int = option(4, least=0)
+    lacks = "repeats in chunks, for prompts of more than 2048 tokens"
     repeats: ClassVar[bool] = True  # type: ignore[misc]
 
     def accumulate(self, mass: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]

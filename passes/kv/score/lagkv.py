@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv._shared.slots import places
 from accel.passes.kv.score import Base
 
@@ -31,18 +30,12 @@ class LagKV(Base):
     (`kv.when.every`) keeps what evicting once does. A budget of a fixed number takes whole new partitions instead.
     """
 
-    sinks: int = 4
-    partition: int = count(128, most=1 << 16)
+    sinks: int = option(4, least=0)
+    partition: int = option(128, least=2, most=1 << 16)
     across: bool = False
     freezes: bool = False
     small: ClassVar[Mapping[str, Any]] = {"sinks": 1, "partition": 3}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"freezes": True},)
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.partition < 2:
-            raise RecipeError(
-                f"kv.score.lagkv: sinks is {self.sinks} and partition {self.partition}; give at least 0 and 2"
-            )
 
     def __call__(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         size = self.partition

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
@@ -25,20 +25,18 @@ class LAQ(Base):
     Guessed tokens see the whole prompt; the release hides its last tokens from the first of them.
     """
 
-    window: int = count(32, most=1024)
-    lookahead: int = count(8, most=256)
-    recent: int = count(8, most=1024)
-    kernel: int = count(7, most=63)
+    window: int = option(32, least=1, most=1024)
+    lookahead: int = option(8, least=0, most=256)
+    recent: int = option(8, least=0, most=1024)
+    kernel: int = option(7, least=1, most=63, odd=True)
     small: ClassVar[Mapping[str, Any]] = {"window": 4, "recent": 2, "lookahead": 3, "kernel": 3}
 
     def __post_init__(self) -> None:
-        if min(self.lookahead, self.recent) < 0 or self.window < max(1, self.recent):
+        super().__post_init__()
+        if self.recent > self.window:
             raise RecipeError(
-                f"kv.score.laq: window is {self.window}, recent {self.recent} and lookahead {self.lookahead}; give at "
-                "least 1, 0 and 0, and no more recent tokens than the window"
+                f"{self.full_name}: recent is {self.recent}, more than window = {self.window}; give at most that many"
             )
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise RecipeError(f"kv.score.laq: kernel is {self.kernel}; give an odd kernel")
 
     @property
     def observe(self) -> int:  # type: ignore[override]

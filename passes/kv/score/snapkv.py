@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError, shown
+from accel.ir.axis import option
 from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._window import pooled
@@ -21,21 +20,10 @@ class SnapKV(Base):
     neighbouring tokens, odd.
     """
 
-    window: int = count(32, most=1024)
-    kernel: int = count(5, most=63)
-    pooling: str = "mean"
+    window: int = option(32, least=1, most=1024)
+    kernel: int = option(5, least=1, most=63, odd=True)
+    pooling: str = option("mean", one_of=("mean", "max"))
     small: ClassVar[Mapping[str, Any]] = {"window": 4, "kernel": 3}
-
-    def __post_init__(self) -> None:
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise RecipeError(
-                f"kv.score.snapkv: window is {self.window} and kernel {self.kernel}; give a window of at "
-                "least 1 and an odd kernel"
-            )
-        if self.pooling not in ("mean", "max"):
-            raise RecipeError(
-                f"kv.score.snapkv: pooling is {shown(self.pooling)}; give 'mean' or 'max'"
-            )
 
     @property
     def observe(self) -> int:  # type: ignore[override]

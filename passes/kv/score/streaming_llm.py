@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.passes.kv.score import Base
 
@@ -17,14 +17,10 @@ from accel.passes.kv.score import Base
 class StreamingLlm(Base):
     """`sinks`: number of first tokens to keep; the rest of the budget is the window of newest tokens."""
 
-    sinks: int = 4
+    sinks: int = option(4, least=0)
     when: ClassVar[str] = "every"
     small: ClassVar[Mapping[str, Any]] = {"sinks": 2}
     by_position: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise RecipeError(f"kv.score.streaming-llm: sinks is {self.sinks}; give at least 0")
 
     @property
     def breaks(self) -> frozenset[Invariant]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.score import Base
 from accel.passes.trained import Lesson, Trained
 
@@ -20,25 +20,20 @@ from accel.passes.trained import Lesson, Trained
 @dataclass(frozen=True)
 class ThresholdEvict(Trained, Base):
     """The score of a token is made once, when it is cached, and holds for ever. With the budget `threshold` a token
-    goes where its score is below it, once it is not among the last `recent` any more (Dynamic Memory Sparsification's
-    delay, arXiv:2506.05345). So a session keeps the same tokens however often it evicts.
+    goes where its score is below it, once it is not among the last `recent` any more (the delay
+    of Dynamic Memory Sparsification). So a session keeps the same tokens however often it evicts.
 
     A layer has linear, GELU, linear. They learn the logarithm of KVzip's score with norms (KVzip+): the largest
     attention that the token draws of the text's repeat, times the norm of its value behind the output projection, by
     the norm of the hidden state of the query's token. The paper's linear form is left out.
     """
 
-    recent: int = 128
+    recent: int = option(128, least=0)
 
+    lacks = "the linear form of the scorer"
     key: ClassVar[str] = "threshold-evict"
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"recent": 3}
-
-    def __post_init__(self) -> None:
-        if self.recent < 0:
-            raise RecipeError(
-                f"kv.score.threshold-evict: recent is {self.recent}; give at least 0 tokens"
-            )
 
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
         return {"w1": (-1, width), "b1": (-1,), "w2": (heads, -1), "b2": (heads,)}

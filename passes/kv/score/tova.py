@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv._shared.slots import mean_of_heads
 from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
@@ -19,12 +19,8 @@ class TOVA(Base):
     number of newest tokens to keep; the paper has 0, kvpress 1.
     """
 
-    recent: int = 0
+    recent: int = option(0, least=0)
     when: ClassVar[str] = "generated"
-
-    def __post_init__(self) -> None:
-        if self.recent < 0:
-            raise RecipeError(f"kv.score.tova: recent is {self.recent}; give at least 0")
 
     @property
     def observe(self) -> int:  # type: ignore[override]

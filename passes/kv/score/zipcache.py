@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.inputs._accumulated import Draw
 from accel.passes.kv.inputs.attends import Attends
 from accel.passes.kv.score import Base
@@ -29,19 +28,12 @@ class ZipCache(Base):
     places in blocks of `stride` go by the block and `seed`, so that how many are behind a token is known without them.
     """
 
-    window: int = count(32, most=1024)
-    stride: int = 20
-    recent: int = 0
-    seed: int = 0
+    window: int = option(32, least=1, most=1024)
+    stride: int = option(20, least=1)
+    recent: int = option(0, least=0)
+    seed: int = option(0, least=0)
     when: ClassVar[str] = "generated"
     small: ClassVar[Mapping[str, Any]] = {"window": 4, "stride": 3}
-
-    def __post_init__(self) -> None:
-        if min(self.window, self.stride) < 1 or min(self.recent, self.seed) < 0:
-            raise RecipeError(
-                f"kv.score.zipcache: window is {self.window}, stride {self.stride}, recent {self.recent} and seed "
-                f"{self.seed}; give at least 1, 1, 0 and 0"
-            )
 
     @property
     def observe(self) -> int:  # type: ignore[override]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant, Method
 from accel.ir.ops.attention import Form, attention, form_of, operands_of
 from accel.ir.ops.kv import kv_append
@@ -45,7 +45,7 @@ from accel.passes.trained import Parts, Trained, constants
 
 Sizes = tuple[int, ...]
 LEAST = 3  # pages that are read at least
-LARGEST = 128  # slots of a page: buffers are multiples of it
+PAGES = (1, 2, 4, 8, 16, 32, 64, 128)  # slots of a page: buffers are multiples of the largest
 SPARSE = frozenset(  # what any selection breaks
     {Invariant.CALL_INDEPENDENT, Invariant.BATCH_INVARIANCE, Invariant.FULL_ATTENTION}
 )
@@ -86,12 +86,11 @@ class Base(_Scored, Pass, Method, ABC):
     everything itself (`reads_all`).
     """
 
-    tokens_read: int = 1024
-    page: int = 16
-    dense_layers: int = 2
+    tokens_read: int = option(1024, least=1)
+    page: int = option(16, one_of=PAGES)
+    dense_layers: int = option(2, least=0)
 
     as_cached: ClassVar[bool] = False  # whether it takes keys and values for what the cache has
-    fewest: ClassVar[int] = 1  # tokens_read that there may be
     width: ClassVar[int] = FEW  # tokens of a call up to which each chooses for itself
     homes: ClassVar[Mapping[Part, Home]] = {}
     """Where keys and values of layers lie that only lists are read of, but for calls that read everything: in memory,
@@ -111,19 +110,6 @@ class Base(_Scored, Pass, Method, ABC):
     def breaks(self) -> frozenset[Invariant]:
         """Parts are made of keys; a method without leaves these as they are."""
         return SPARSE | {Invariant.PLAIN_KEYS} if self.parts(1) else SPARSE
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        if self.page < 1 or LARGEST % self.page:
-            raise RecipeError(
-                f"{name}: page = {self.page}; give a power of two up to {LARGEST}, so that buffers hold whole pages"
-            )
-        if self.tokens_read < self.fewest:
-            raise RecipeError(
-                f"{name}: tokens_read = {self.tokens_read}; give {self.fewest} or more"
-            )
-        if self.dense_layers < 0:
-            raise RecipeError(f"{name}: dense_layers = {self.dense_layers}; give 0 or more")
 
     def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
         """What is kept of a page of keys of D = `width` numbers: name -> (dtype, sizes after [B,G,N])."""

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import Form, form_of, operands_of
@@ -22,7 +23,7 @@ from accel.ir.sizes import FEW
 from accel.ir.state import Part
 from accel.ir.trace import trace
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import LEAST, SPARSE
+from accel.passes.kv.select import LEAST, PAGES, SPARSE
 from accel.passes.kv.select._build import Build, graph_of, region_call
 from accel.passes.kv.select._tokens import PLACES, Tokens
 from accel.passes.state.recurrent import buffer
@@ -51,11 +52,11 @@ class Histories(Fitted, Tokens):
     """
 
     tokens_read: int = 1024
-    block: int = 16
-    sinks: int = 64
-    window: int = 64
-    history: int = 64
-    every: int = 5
+    block: int = option(16, one_of=PAGES)
+    sinks: int = option(64, least=0)
+    window: int = option(64, least=1)
+    history: int = option(64, least=1)
+    every: int = option(5, least=1)
 
     width = 1
     breaks = SPARSE | {Invariant.DECODE_WIDTH}
@@ -63,19 +64,10 @@ class Histories(Fitted, Tokens):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        for option, least in (("sinks", 0), ("window", 1), ("history", 1), ("every", 1)):
-            if getattr(self, option) < least:
-                raise RecipeError(
-                    f"{name}: {option} = {getattr(self, option)}; give {least} or more"
-                )
-        if not 1 <= self.block <= 128 or 128 % self.block:
-            raise RecipeError(
-                f"{name}: block = {self.block}; give a power of two up to 128, so that buffers hold whole blocks"
-            )
         if self.sinks % self.block:
             raise RecipeError(
-                f"{name}: sinks = {self.sinks}; give a multiple of block, {self.block}, as blocks begin there"
+                f"{self.full_name}: sinks is {self.sinks}; give a multiple of block = {self.block}, as "
+                "blocks begin there"
             )
 
     @property

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.entries.factor import FACTOR, directions_of
 from accel.ir.entries.squares import SQUARES, squares_of
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.low_rank import LowRank as Plan
 from accel.ir.ops.attention import Form, form_of, operands_of
@@ -55,11 +55,11 @@ class LowRank(Base):
     | `low_rank.<layer>.basis` [B,G,R,D] | of each row the directions |
     | `low_rank.coded` [B] | how many of a row's first tokens the former is of |
 
-    which the step only reads. When a prompt is whole, the session's observer (`runtime/session/observers/low_rank.py`)
+    which the step only reads. When a prompt is whole, the session's observer (`runtime/session/state/low_rank.py`)
     runs the entry `squares`, decomposes what it gives on the host, and runs `factor`.
     """
 
-    low_rank: int = count(160, most=16384)
+    low_rank: int = option(160, least=1, most=16384)
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
     as_cached: ClassVar[bool] = True
     relies = Base.relies | {
@@ -67,11 +67,6 @@ class LowRank(Base):
         Invariant.TOKENS_CONTIGUOUS,
         Invariant.UNIFORM_SLOTS,
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.low_rank < 1:
-            raise RecipeError(f"{type(self).__name__}: low_rank = {self.low_rank}; give 1 or more")
 
     @property
     @abstractmethod

@@ -35,7 +35,7 @@ class Tokens(Base):
     A method says what of the state its choice reads (`reads`), and chooses (`choose`). It may keep numbers of each
     token for later ones: `memory`. These are `choice.<layer>.<name> [B,RING,…]`, of the newest tokens: an entry is of
     the position that `choice.<layer>.pos [B,RING]` says, so the last FEW tokens can be rewound. A call that reads
-    everything (a prompt) leaves no entries. The session's observer is `runtime/session/observers/choice.py`.
+    everything (a prompt) leaves no entries. The session's observer is `runtime/session/state/choice.py`.
 
     What a choice says of each token for as long as the token is there are its `lasting` numbers, appended as keys are:
     `pages.<layer>.<name> [B,1,C/1]`, -1 of tokens that read everything. `choose` gives them with the memory.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.axis import option
 from accel.ir.entries.group import GROUP
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.invariants import Invariant
@@ -65,7 +66,7 @@ class Units(_Grouped, Tokens):
     tokens_read: tokens that are read of units and sinks. size: tokens of a unit, on average. every: generated
     tokens that are grouped at once. sinks: first tokens, in no unit and always read.
 
-    The session's observer (`runtime/session/observers/units.py`) runs the entry `group` when a prompt is whole and
+    The session's observer (`runtime/session/state/units.py`) runs the entry `group` when a prompt is whole and
     for every `every` generated tokens. A token reads the sinks, the best units until `tokens_read - sinks` tokens are
     listed (the last unit is cut) and all tokens that are in no unit yet. It reads a segment of generated tokens by
     units from FEW - 1 tokens behind it on: then a call of up to FEW tokens gives the logits of single-token calls, and
@@ -75,25 +76,22 @@ class Units(_Grouped, Tokens):
     is known of each unit; `units.origin [B]`. The step only reads them.
     """
 
-    size: int = 80
-    every: int = 320
-    sinks: int = 16
+    size: int = option(80, least=1)
+    every: int = option(320, least=1)
+    sinks: int = option(16, least=0)
 
     relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
     breaks = Tokens.breaks | {Invariant.PLAIN_KEYS}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        if self.size < 1:
-            raise RecipeError(f"{name}: size = {self.size}; give 1 or more")
-        if self.every < 1 or self.every % self.size:
+        if self.every % self.size:
             raise RecipeError(
-                f"{name}: every = {self.every}; give a multiple of size = {self.size}"
+                f"{self.full_name}: every is {self.every}; give a multiple of size = {self.size}"
             )
-        if not 0 <= self.sinks < self.tokens_read:
+        if self.sinks >= self.tokens_read:
             raise RecipeError(
-                f"{name}: sinks = {self.sinks}; give 0..{self.tokens_read - 1}, fewer than tokens_read"
+                f"{self.full_name}: sinks is {self.sinks}; give fewer than tokens_read = {self.tokens_read}"
             )
 
     @property

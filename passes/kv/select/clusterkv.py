@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.passes.kv.select._units import Units, k_means
 
 
@@ -21,16 +20,11 @@ class Clusterkv(Units):
     choose together, by their mean query. `rounds`: of k-means.
     """
 
-    rounds: int = count(20, most=100)
+    rounds: int = option(20, least=0, most=100)
 
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "rounds": 2, "dense_layers": 0,
     }  # fmt: skip
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rounds < 0:
-            raise RecipeError(f"Clusterkv: rounds = {self.rounds}; give 0 or more")
 
     def group(self, keys: Tensor, real: Tensor, units: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         labels, means = k_means(keys, real, units, self.rounds)

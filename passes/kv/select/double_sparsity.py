@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
 from accel.passes.kv.select import Base, Sizes
@@ -27,23 +26,12 @@ class DoubleSparsity(Tables, Base):
     """
 
     tokens_read: int = 1024
-    page: int = 1
-    channels: int = count(16, most=4096)
+    page: int = option(1, one_of=(1,))
+    channels: int = option(16, least=1, most=4096)
     labels: bool = True
 
     key: ClassVar[str] = "double-sparsity"
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 7, "dense_layers": 0, "channels": 4}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.page != 1:
-            raise RecipeError(
-                f"kv.select.double-sparsity: page = {self.page}; tokens are chosen one by one, leave page out"
-            )
-        if self.channels < 1:
-            raise RecipeError(
-                f"kv.select.double-sparsity: channels = {self.channels}; give 1 or more"
-            )
 
     def sizes(self, width: int, heads: int) -> TableSizes:
         return {"order": (heads, width)}

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.state import Home, Part
-from accel.passes.kv.select import LARGEST
+from accel.passes.kv.select import PAGES
 from accel.passes.kv.select._where import Where
 from accel.passes.kv.select.quest import Quest
 
@@ -29,10 +29,14 @@ class Leoam(Quest):
     (`quest`), for a bound of a chunk is none below that of its parts; here it is split once, into pages, so that the
     graph has one form. How a chunk on the disk is packed, and when it is fetched, is left to the system: it reads what
     is asked for, and keeps of it what memory there is.
+
+    In memory are 5/64 of what keys and values take, with chunks of 64 tokens and pages of 16; of N pages a token
+    looks at N/4 + 132 ranges. With enough chunks, or chunks of one page, the choice is `quest`'s.
     """
 
-    chunk: int = 64
-    spread: int = count(2, most=1024)
+    chunk: int = option(64, one_of=PAGES)
+    spread: int = option(2, least=1, most=1024)
+    lacks = "its packing and fetching of chunks on the disk"
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12,
@@ -43,13 +47,11 @@ class Leoam(Quest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.chunk <= LARGEST or LARGEST % self.chunk or self.chunk % self.page:
+        if self.chunk % self.page:
             raise RecipeError(
-                f"kv.select.leoam: chunk = {self.chunk}; give page = {self.page} or a power of two above it, up to "
-                f"{LARGEST}, so that a chunk has whole pages"
+                f"{self.full_name}: chunk is {self.chunk}; give a multiple of page = {self.page}, so that a chunk has "
+                "whole pages"
             )
-        if self.spread < 1:
-            raise RecipeError(f"kv.select.leoam: spread = {self.spread}; give 1 or more")
 
     @property
     def levels(self) -> tuple[int, ...]:

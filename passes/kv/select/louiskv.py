@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.attention import Form
 from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._units import Units, _own, k_means, marked, means_of
@@ -27,28 +26,22 @@ class Louiskv(Units):
     units, neighbouring ones together where there are more. Tokens that read everything, since there were no more than
     `tokens_read`, searched nothing: they are in runs of `size`. `boundary` is 0.7 in the paper, for Qwen3-8B. New units
     compete by the query of the last search, so a budget of all tokens reads all of them.
+
+    Which tokens searched is kept of each token, for as long as it is there, so the segments of generated text are
+    cut otherwise in each layer.
     """
 
     tokens_read: int = 1024
     size: int = 16
     every: int = 64
-    boundary: float = 0.7
-    rounds: int = count(10, most=100)
+    boundary: float = option(0.7, least=-2, most=2)
+    rounds: int = option(10, least=0, most=100)
 
     lasting: ClassVar[tuple[str, ...]] = ("begins",)  # whether a token searched
 
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "rounds": 2, "dense_layers": 0,
     }  # fmt: skip
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rounds < 0:
-            raise RecipeError(f"Louiskv: rounds = {self.rounds}; give 0 or more")
-        if not -2 <= self.boundary <= 2:
-            raise RecipeError(
-                f"Louiskv: boundary = {self.boundary}; give a cosine, -1..1, or more for a search by each token"
-            )
 
     def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
         """A token's own query, and that of the last search."""

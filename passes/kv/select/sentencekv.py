@@ -41,6 +41,7 @@ class Sentencekv(Units):
     ends: str = ". ! ? ... \n\n \u3002 \uff01 \uff1f"
     end_ids: Any = None
 
+    lacks = "its first choice of a prompt's tokens"
     sees_all: ClassVar[bool] = True
     reads_spelling: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {
@@ -50,13 +51,15 @@ class Sentencekv(Units):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not any(self.ends.split(" ")):
-            raise RecipeError("Sentencekv: ends names no token; give texts, separated by spaces")
+            raise RecipeError(
+                f"{self.full_name}: ends names no token; give texts, separated by spaces"
+            )
         ids = self.end_ids
         if ids is None:
             return
         if not isinstance(ids, (list, tuple)) or not all(type(i) is int and i >= 0 for i in ids):
             raise RecipeError(
-                f"Sentencekv: end_ids = {shown(ids)}; give a list of token ids, 0 or more"
+                f"{self.full_name}: end_ids is {shown(ids)}; give a list of token ids, 0 or more"
             )
         object.__setattr__(self, "end_ids", tuple(sorted(set(ids))))
 

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.attention import Form
 from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._low_rank import LowRank
@@ -34,23 +33,18 @@ class Shadowkv(LowRank):
     generated tokens are as others, and outliers are those of what a token sees. The paper drops exact keys but for
     outliers and local chunks; here they are in a file, beside the values, where these are read, and a later prompt,
     whose end makes directions of all keys anew.
+
+    In memory are the landmarks and a number of each chunk, 1/8 of the keys, beside the keys of few numbers.
     """
 
     tokens_read: int = 2048
     page: int = 8
-    outliers: int = count(48, most=4096)
-    local: int = count(4, most=4096)
+    outliers: int = option(48, least=0, most=4096)
+    local: int = option(4, least=0, most=4096)
+    lacks = "dropping the exact keys (they stay in a file)"
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12, "page": 4, "outliers": 1, "local": 1, "dense_layers": 0, "low_rank": 6,
     }  # fmt: skip
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("outliers", "local"):
-            if getattr(self, name) < 0:
-                raise RecipeError(
-                    f"kv.select.shadowkv: {name} = {getattr(self, name)}; give 0 or more"
-                )
 
     @property
     def count(self) -> int:

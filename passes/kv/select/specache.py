@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import Form, operands_of
 from accel.ir.ops.choice import best_pages
@@ -23,7 +23,7 @@ from accel.ir.program import Editor, State
 from accel.ir.region import sizes
 from accel.ir.state import Home, Part, output_of
 from accel.ir.trace import trace
-from accel.passes.kv.select import LARGEST, Sizes
+from accel.passes.kv.select import PAGES, Sizes
 from accel.passes.kv.select._build import Build
 from accel.passes.kv.select._tokens import Tokens
 from accel.passes.state.recurrent import buffer
@@ -44,29 +44,24 @@ class Specache(Tokens):
     The paper asks a guess of the next token for these rows, which it feeds beside each token; here the token before
     does. The first token behind a prompt, or behind any call that reads everything, asks for its own, as in the paper.
     A call of up to FEW tokens gives the logits of single tokens; longer ones read everything, and no copy.
+
+    Bytes of the copy, for a token, layer and KV head: D · bits/8 + 4 D/group of keys, D · bits/8 + 4 ⌈D/group⌉ of
+    values; and 33 · 8 (G `tokens_read` + 1) of a row and layer for the rows asked for. Rows that a step reads as
+    they are are hidden in the copy, so one softmax is over all tokens, each once. With rows for all tokens the
+    logits are the model's. The copies of a layer are decoded in each call that chooses.
     """
 
-    tokens_read: int = 64
-    bits: int = 2
-    group: int = 32
+    tokens_read: int = option(64, least=0)
+    bits: int = option(2, one_of=(1, 2, 4, 8))
+    group: int = option(32, one_of=PAGES)
 
-    fewest: ClassVar[int] = 0
+    lacks = "a guess of the next token that asks (the token before asks)"
     merges: ClassVar[bool] = True
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
     as_cached: ClassVar[bool] = True
     relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
     breaks = Tokens.breaks | {Invariant.PLAIN_KEYS}
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 6, "group": 4, "dense_layers": 0}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bits not in (1, 2, 4, 8):
-            raise RecipeError(f"kv.select.specache: bits = {self.bits}; give 1, 2, 4 or 8")
-        if self.group < 1 or LARGEST % self.group:
-            raise RecipeError(
-                f"kv.select.specache: group = {self.group}; give a power of two up to {LARGEST}, so that buffers hold "
-                "whole blocks"
-            )
 
     @property
     def count(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.choice import key_products
@@ -25,21 +26,17 @@ class TidalDecode(Base):
     """
 
     tokens_read: int = 256
-    page: int = 1
-    again: int = 9
+    page: int = option(1, one_of=(1,))
+    again: int = option(9, least=1)
 
     relies = Base.relies | {Invariant.ALL_LAYERS_RUN, Invariant.UNIFORM_SLOTS}
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 7, "dense_layers": 0, "again": 9}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.page != 1:
-            raise RecipeError(
-                f"kv.select.tidaldecode: page = {self.page}; tokens are chosen one by one, leave page out"
-            )
         if self.again <= self.dense_layers:
             raise RecipeError(
-                f"kv.select.tidaldecode: again = {self.again}; give a layer after the first that chooses, "
+                f"{self.full_name}: again is {self.again}; give a layer after the first that chooses, "
                 f"{self.dense_layers} (dense_layers)"
             )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.kv import kv_append
 from accel.ir.tables import Rows
 from accel.passes.kv.select import LEAST
@@ -34,18 +34,16 @@ class TokenButler(Features):
     The query heads of a group share a list, by the most that one of them foretells, and features of keys are of KV
     heads: in the paper they are of query heads, and each has a list. The paper reads a share of the tokens, and
     only its first layer is dense.
+
+    A layer keeps 16 numbers a token and KV head. The predictor's attention is computed whole, T · C scores a head
+    in each call.
     """
 
     tokens_read: int = 1024
-    sinks: int = 4
+    sinks: int = option(4, least=0)
 
     key: ClassVar[str] = "tokenbutler"
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 7, "dense_layers": 0, "sinks": 2}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sinks < 0:
-            raise RecipeError(f"kv.select.tokenbutler: sinks = {self.sinks}; give 0 or more")
 
     @property
     def count(self) -> int:

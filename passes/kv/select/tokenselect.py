@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.axis import option
+from accel.ir.errors import PassError
 from accel.ir.ops.attention import Form, operands_of
 from accel.ir.ops.choice import best_pages, head_votes, key_products
 from accel.ir.ops.kv import kv_append
@@ -40,24 +41,13 @@ class Tokenselect(Tokens):
     """
 
     tokens_read: int = 2048
-    sinks: int = 128
-    window: int = 512
-    reuse: float = 0.9
+    sinks: int = option(128, least=0)
+    window: int = option(512, least=1)
+    reuse: float = option(0.9, least=-1)
 
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 6, "sinks": 2, "window": 4, "dense_layers": 0,
     }  # fmt: skip
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sinks < 0:
-            raise RecipeError(f"Tokenselect: sinks = {self.sinks}; give 0 or more")
-        if self.window < 1:
-            raise RecipeError(f"Tokenselect: window = {self.window}; give 1 or more")
-        if not self.reuse >= -1:
-            raise RecipeError(
-                f"Tokenselect: reuse = {self.reuse}; give a cosine, -1..1, or more for a search by each token"
-            )
 
     @property
     def count(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Program
 from accel.passes import Report
@@ -21,12 +21,8 @@ from accel.passes.prefill.prune._layer import deciding, products
 class Template(Base):
     """The `tokens` of a prompt that stay: here, those that a middle layer's last query scores highest."""
 
-    tokens: int = 1024
+    tokens: int = option(1024, least=1)
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5}
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RecipeError(f"prefill.prune.template: tokens is {self.tokens}; give 1 or more")
 
     def run(self, program: Program) -> Report:
         layer = deciding(program, "template", -1, 0.5)

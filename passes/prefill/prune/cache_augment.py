@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.entries.augment import COPROCESS, EMBEDDED, LATENTS
 from accel.ir.entries.step import LOGITS
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.prefill import Prefill
 from accel.ir.program import Editor, Program
@@ -22,12 +22,13 @@ from accel.ir.region import Entry, sizes
 from accel.ir.state import writes_state
 from accel.ir.tables import Sizes
 from accel.passes import Report
-from accel.passes.clean.clean import remove_dead
+from accel.passes.prefill._embedded import embedded, embedding_of, tidy
 from accel.passes.prefill.prune import Base
 from accel.passes.trained import ALL, Trained, read, some_of
 
 aten = torch.ops.aten
 SOFT, GAIN = "soft", "gain"  # of the trained part; and `<weight>.a`, `<weight>.b` of each product
+NAME = "cache-augment"
 _LEAVE = "leave prefill.prune out for it"
 
 
@@ -42,7 +43,8 @@ class CacheAugment(Trained, Base):
     Prompts of an empty session are extended, later ones of a conversation are not.
     """
 
-    latents: int = count(4, most=512)
+    latents: int = option(4, least=0, most=512)
+    lacks = "a whole copy of the model as the coprocessor"
     key: ClassVar[str] = "cache-augment"
 
     stage = -1  # products have their own weights yet
@@ -59,12 +61,6 @@ class CacheAugment(Trained, Base):
         Invariant.UNIFORM_SLOTS,
     }
     breaks = frozenset({Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE})
-
-    def __post_init__(self) -> None:
-        if self.latents < 0:
-            raise RecipeError(
-                f"prefill.prune.cache-augment: latents is {self.latents}; give 0 or more"
-            )
 
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
         """A layer has none of its own: the products of all are told by the names of their weights."""
@@ -99,7 +95,7 @@ class CacheAugment(Trained, Base):
         check(program)
         parts = self.parts(program)
         program.entries[COPROCESS] = coprocessor(program, parts)
-        program.entries[EMBEDDED] = embedded(program)
+        program.entries[EMBEDDED] = embedded(program, NAME)
         program.facts.prefill = replace(program.facts.prefill or Prefill(), latents=self.latents)
         more = sum(tensor.numel() for tensor in parts.values())
         program.facts.notes.append(
@@ -133,7 +129,7 @@ def coprocessor(program: Program, parts: Mapping[str, Tensor] | None = None) -> 
     the last hidden states. parts: what was trained; none: the model's own embeddings and weights. Raises PassError.
     """
     entry = program.copy().step
-    editor, found = Editor(program, entry.graph), embedding_of(entry)
+    editor, found = Editor(program, entry.graph), embedding_of(entry, NAME)
     hidden = hidden_of(entry, int(sizes(found)[2]))
     state = {n: node for n, node in entry.output_nodes().items() if writes_state(n)}
     given = hidden
@@ -145,27 +141,11 @@ def coprocessor(program: Program, parts: Mapping[str, Tensor] | None = None) -> 
         with entry.graph.inserting_before(hidden.next):
             given = editor.call(aten.mul.Tensor, hidden, editor.param(named(GAIN), parts[GAIN]))
     entry.set_outputs({LATENTS: given, **state})
-    _tidy(entry)
+    tidy(entry)
     if parts is not None:
         for name, nodes in products(program, entry).items():
             for node in nodes:
                 _adapt(program, node, name, parts)
-    return entry
-
-
-def embedded(program: Program) -> Entry:
-    """The step over the same state, that takes embeddings `stream` [B,T,E] in place of tokens. Raises PassError."""
-    entry = program.copy().step
-    found = embedding_of(entry)
-    value = found.meta["val"]
-    stream = Editor(program, entry.graph).placeholder("stream", value.shape, value.dtype)
-    found.replace_all_uses_with(stream)
-    for node in entry.graph.find_nodes(op="call_function", target=aten.sym_size.int):
-        if node.args[0] is entry.input("tokens"):
-            node.update_arg(0, entry.input("positions"))
-    outputs = entry.output_nodes()
-    entry.set_outputs({n: v for n, v in outputs.items() if n == LOGITS or writes_state(n)})
-    _tidy(entry)
     return entry
 
 
@@ -177,28 +157,6 @@ def named(name: str) -> str:
 def width_of(entry: Entry) -> int:
     """The width E of what the coprocessor gives."""
     return int(sizes(entry.output_nodes()[LATENTS])[2])
-
-
-def embedding_of(entry: Entry) -> fx.Node:
-    """The one value [B,T,E] by which a step reads its tokens, whatever stands where. Raises PassError."""
-    tokens = entry.input("tokens")
-    only: dict[fx.Node, None] = {tokens: None}
-    for node in entry.graph.nodes:
-        read = [n for n in node.all_input_nodes if n.op != "get_attr"]
-        of_tokens = [n for n in read if n in only]
-        if node.op == "call_function" and node.target is not aten.sym_size.int and of_tokens:
-            if all(n in only or not isinstance(n.meta["val"], Tensor) for n in read):
-                only[node] = None
-    wanted = [
-        n for n in only if any(u not in only and u.target is not aten.sym_size.int for u in n.users)
-    ]
-    value = wanted[0].meta["val"] if len(wanted) == 1 else None
-    if value is None or value.dim() != 3 or not value.is_floating_point():
-        raise PassError(
-            f"cache-augment: this model reads its tokens in {len(wanted)} ways, not as one embedding alone, so an "
-            f"embedding cannot stand for a token; {_LEAVE}"
-        )
-    return wanted[0]
 
 
 def hidden_of(entry: Entry, width: int) -> fx.Node:
@@ -256,12 +214,3 @@ def _adapt(program: Program, node: fx.Node, name: str, parts: Mapping[str, Tenso
     node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
     total.args = (node, more)
     total.meta = {**node.meta, "val": editor.value(total)}
-
-
-def _tidy(entry: Entry) -> None:
-    """Leave out what the outputs do not need."""
-    remove_dead(entry.graph)
-    for holder in entry.graph.find_nodes(op="placeholder"):
-        if not holder.users and holder.target not in ("positions", "slots", "rows"):
-            entry.graph.erase_node(holder)
-    entry.defaults = {n: v for n, v in entry.defaults.items() if n in entry.inputs}

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.prefill import Pick
 from accel.ir.program import Program
 from accel.passes import Report
@@ -31,29 +30,14 @@ class FastKV(Base):
     What each layer keeps in its cache is a budget of its own: `kv.score` = snapkv with the same window and kernel.
     """
 
-    share: float = 0.2
-    tokens: int = 0
-    layer: int = -1
-    window: int = count(8, most=1024)
-    kernel: int = count(7, most=63)
+    share: float = option(0.2, above=0, most=1)
+    tokens: int = option(0, least=0)
+    layer: int = option(-1, least=-1)
+    window: int = option(8, least=1, most=1024)
+    kernel: int = option(7, least=1, most=63, odd=True)
     small: ClassVar[Mapping[str, Any]] = {"share": 0.4, "window": 3, "kernel": 3}
 
     breaks = STAGED
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise RecipeError(
-                f"prefill.prune.fastkv: share is {self.share}; give more than 0 and at most 1"
-            )
-        if self.tokens < 0 or self.layer < -1:
-            raise RecipeError(
-                f"prefill.prune.fastkv: tokens is {self.tokens} and layer {self.layer}; give at least 0 and -1"
-            )
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise RecipeError(
-                f"prefill.prune.fastkv: window is {self.window} and kernel {self.kernel}; give a window of at "
-                "least 1 and an odd kernel"
-            )
 
     @property
     def observe(self) -> int:

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Program
@@ -32,25 +31,14 @@ class GemFilter(Base):
     end of the question may be pruned).
     """
 
-    tokens: int = 1024
-    layer: int = -1
-    kernel: int = count(5, most=63)
-    sinks: int = 1
-    recent: int = 8
+    tokens: int = option(1024, least=1)
+    layer: int = option(-1, least=-1)
+    kernel: int = option(5, least=1, most=63, odd=True)
+    sinks: int = option(1, least=0)
+    recent: int = option(8, least=0)
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5, "recent": 2}
 
     relies = Base.relies | {Invariant.UNIFORM_SLOTS}  # scores are of slots
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or min(self.sinks, self.recent) < 0 or self.layer < -1:
-            raise RecipeError(
-                f"prefill.prune.gemfilter: tokens is {self.tokens}, layer {self.layer}, sinks {self.sinks} and "
-                f"recent {self.recent}; give at least 1, -1, 0 and 0"
-            )
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise RecipeError(
-                f"prefill.prune.gemfilter: kernel is {self.kernel}; give an odd number of at least 1"
-            )
 
     def run(self, program: Program) -> Report:
         layer = deciding(program, "gemfilter", self.layer, _SHARE)

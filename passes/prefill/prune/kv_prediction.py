@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.axis import option
+from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
@@ -43,8 +44,9 @@ class KvPrediction(Tables, Base):
     without training the smaller model. Calls that leave fewer than `least` tokens to it run whole.
     """
 
-    least: int = 16
+    least: int = option(16, least=1)
     aux: str = ""
+    lacks = "training of the smaller model"
     key: ClassVar[str] = "kv-prediction"
     small: ClassVar[Mapping[str, Any]] = {"least": 1}
 
@@ -58,12 +60,6 @@ class KvPrediction(Tables, Base):
         Invariant.UNIFORM_SLOTS,
     }
     breaks = frozenset({Invariant.BATCH_INVARIANCE, Invariant.CALL_INDEPENDENT})
-
-    def __post_init__(self) -> None:
-        if self.least < 1:
-            raise RecipeError(
-                f"prefill.prune.kv-prediction: least is {self.least}; give at least 1"
-            )
 
     @property
     def beside(self) -> str:

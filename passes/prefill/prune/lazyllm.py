@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.prefill import Pick
 from accel.ir.program import Program
@@ -28,25 +28,20 @@ class LazyLLM(Base):
     whole prompt use `kv.select` instead, which drops none.
     """
 
-    stages: int = count(3, most=64)
-    spacing: float = 0.3
-    share: float = 0.7
+    stages: int = option(3, least=1, most=64)
+    spacing: float = option(0.3, above=0, below=1)
+    share: float = option(0.7, above=0, most=1)
+    lacks = "the return of a dropped token at a later step"
     small: ClassVar[Mapping[str, Any]] = {"share": 0.6}
 
     breaks = STAGED
 
     def __post_init__(self) -> None:
-        if self.stages < 1:
-            raise RecipeError(f"prefill.prune.lazyllm: stages is {self.stages}; give 1 or more")
-        if not (0 < self.spacing < 1 and 0 < self.share <= 1):
-            raise RecipeError(
-                f"prefill.prune.lazyllm: spacing is {self.spacing} and share {self.share}; give more than 0, a "
-                "spacing of less than 1 and a share of at most 1"
-            )
+        super().__post_init__()
         if self.stages * self.spacing >= 1:
             raise RecipeError(
-                f"prefill.prune.lazyllm: {self.stages} stages with a spacing of {self.spacing} go beyond the last "
-                "layer; give fewer stages, or a smaller spacing"
+                f"{self.full_name}: {self.stages} stages with a spacing of {self.spacing} go beyond the last layer; "
+                "give fewer stages, or a smaller spacing"
             )
 
     def run(self, program: Program) -> Report:

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.prefill import Pick
 from accel.ir.program import Program
 from accel.passes import Report
@@ -32,23 +31,13 @@ class PromptDistill(Base):
     layer and head: use `kv.score`.
     """
 
-    tokens: int = 1024
-    layer: int = -1
-    kernel: int = count(5, most=63)
+    tokens: int = option(1024, least=1)
+    layer: int = option(-1, least=-1)
+    kernel: int = option(5, least=1, most=63, odd=True)
+    lacks = "cache truncation of the first layers (an eviction recipe does it)"
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5}
 
     breaks = STAGED
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.layer < -1:
-            raise RecipeError(
-                f"prefill.prune.promptdistill: tokens is {self.tokens} and layer {self.layer}; give at least 1 "
-                "and -1"
-            )
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise RecipeError(
-                f"prefill.prune.promptdistill: kernel is {self.kernel}; give an odd number of at least 1"
-            )
 
     def run(self, program: Program) -> Report:
         layer = deciding(program, "promptdistill", self.layer, _SHARE, last=False)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.prefill import Pick
 from accel.ir.program import Program
@@ -35,31 +35,22 @@ class SpAtten(Base):
     The paper's local value pruning and bit planes save reads of its hardware only.
     """
 
-    share: float = 0.3
-    heads: float = 1.0
-    dense: int = -1
-    stages: int = count(0, most=1024)
-    sinks: int = 4
-    recent: int = 32
+    share: float = option(0.3, above=0, most=1)
+    heads: float = option(1.0, above=0, most=1)
+    dense: int = option(-1, least=-1)
+    stages: int = option(0, least=0, most=1024)
+    sinks: int = option(4, least=0)
+    recent: int = option(32, least=0)
+    lacks = "local value pruning and bit planes, which save its hardware's reads"
     every: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"share": 0.4, "dense": 1, "sinks": 1, "recent": 4}
 
     breaks = STAGED
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise RecipeError(
-                f"prefill.prune.spatten: share is {self.share}; give more than 0 and at most 1"
-            )
-        if not 0 < self.heads <= 1:
-            raise RecipeError(
-                f"prefill.prune.spatten: heads is {self.heads}; give more than 0 and at most 1"
-            )
-        if self.dense < -1 or self.dense == 0 or min(self.stages, self.sinks, self.recent) < 0:
-            raise RecipeError(
-                f"prefill.prune.spatten: dense is {self.dense}, stages {self.stages}, sinks {self.sinks} and recent "
-                f"{self.recent}; give -1 or at least 1 for dense, and at least 0"
-            )
+        super().__post_init__()
+        if self.dense == 0:
+            raise RecipeError(f"{self.full_name}: dense is 0; give at least 1 layer, or -1")
 
     @property
     def observe(self) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.axis import option
+from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.passes import Report
@@ -24,20 +25,14 @@ class Yoco(Base):
     Calls that keep fewer than `least` tokens from these layers run whole, since two calls read most weights twice.
     """
 
-    layers: int = 1
-    least: int = 16
+    layers: int = option(1, least=0)
+    least: int = option(16, least=1)
     small: ClassVar[Mapping[str, Any]] = {"layers": 0, "least": 1}
 
     grade = "distribution-exact"  # calls of other lengths differ by rounding
     by_position = True
     relies = Base.relies | {Invariant.ALL_LAYERS_RUN, Invariant.CHAINS}
     breaks = frozenset({Invariant.BATCH_INVARIANCE})
-
-    def __post_init__(self) -> None:
-        if self.layers < 0 or self.least < 1:
-            raise RecipeError(
-                f"prefill.prune.yoco: layers is {self.layers} and least {self.least}; give at least 0 and 1"
-            )
 
     def run(self, program: Program) -> Report:
         count, last = len(program.facts.layers), max(layers_with_state(program), default=-1)

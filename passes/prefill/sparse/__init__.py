@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant, Method
 from accel.ir.prefill import Prefill, Segments
@@ -66,11 +66,11 @@ class Base(Pass, Choice):
     head. Attention over all keys chosen equals partial attentions that are merged by their log-sum-exp.
     """
 
-    segment: int = 512
-    block: int = count(32, most=4096)
-    budget: int = 2048
-    threshold: int = 4096
-    first: int = 1
+    segment: int = option(512, least=1)
+    block: int = option(32, least=1, most=4096)
+    budget: int = option(2048, least=1)
+    threshold: int = option(4096, least=0)
+    first: int = option(1, least=0)
 
     after = (Layers, Residual)
     stage = 2
@@ -82,28 +82,20 @@ class Base(Pass, Choice):
     )
 
     def __post_init__(self) -> None:
-        file = type(self).__module__.rpartition(".")[2]
-        name = f"prefill.sparse.{file.replace('_', '-')}"
-        if min(self.segment, self.block, self.budget) < 1 or min(self.threshold, self.first) < 0:
-            raise RecipeError(
-                f"{name}: segment is {self.segment}, block {self.block}, budget {self.budget}, threshold "
-                f"{self.threshold} and first {self.first}; give at least 1, 1, 1, 0 and 0"
-            )
-        single = self.columns
-        if not 0 <= single <= self.budget:
-            raise RecipeError(f"{name}: columns is {single}; give 0 .. budget = {self.budget}")
+        super().__post_init__()
+        name, single = self.full_name, self.columns
+        if single > self.budget:
+            raise RecipeError(f"{name}: columns is {single}; give at most budget = {self.budget}")
         if self.segment % self.block or (self.budget - single) % self.block:
             less = f" less columns = {single}" if single else ""
             raise RecipeError(
                 f"{name}: segment = {self.segment} and budget = {self.budget}{less} must be multiples "
                 f"of block = {self.block}"
             )
-        if not 0 <= self.observe <= self.segment:
+        if self.observe > self.segment:
             raise RecipeError(
                 f"{name}: observe is {self.observe}; give at most segment = {self.segment}"
             )
-        if not 0 < self.share <= 1:
-            raise RecipeError(f"{name}: share is {self.share}; give more than 0 and at most 1")
 
     def summary(self, blocks: Tensor) -> dict[str, Tensor]:
         """What is known of each block of keys [B,G,NB,block,D], for `score` to name: [B,G,NB,…]."""

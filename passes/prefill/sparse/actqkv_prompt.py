@@ -1,4 +1,4 @@
-"""ActQKV in prompts: a segment reads the blocks of keys that are like its probe query."""
+"""ActQKV (arXiv:2502.13542) in prompts: a segment reads the blocks of keys that are like its probe query."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.passes.prefill.sparse import Base
 
@@ -30,27 +30,25 @@ class ActqkvPrompt(Base):
     """
 
     segment: int = 256
-    sinks: int = 64
-    window: int = 512
-    best: int = count(4, most=1024)
+    sinks: int = option(64, least=0)
+    window: int = option(512, least=0)
+    best: int = option(4, least=1, most=1024)
 
+    lacks = "statistics of all queries so far; budgets shared between layers"
     small: ClassVar[Mapping[str, Any]] = {
         "segment": 8, "block": 4, "budget": 8, "threshold": 8, "sinks": 0, "window": 4, "best": 2,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.best < 1:
-            raise RecipeError(f"prefill.sparse.actqkv-prompt: best is {self.best}; give at least 1")
-        if min(self.sinks, self.window) < 0 or self.sinks % self.block or self.window % self.block:
+        if self.sinks % self.block or self.window % self.block:
             raise RecipeError(
-                f"prefill.sparse.actqkv-prompt: sinks is {self.sinks} and window {self.window}; give multiples of "
-                f"block = {self.block}"
+                f"{self.full_name}: sinks is {self.sinks} and window {self.window}; give multiples of block = "
+                f"{self.block}"
             )
         if self.sinks + self.window >= self.budget:
             raise RecipeError(
-                f"prefill.sparse.actqkv-prompt: sinks + window = {self.sinks + self.window}; give less than budget = "
-                f"{self.budget}"
+                f"{self.full_name}: sinks + window = {self.sinks + self.window}; give less than budget = {self.budget}"
             )
 
     def summary(self, blocks: Tensor) -> dict[str, Tensor]:

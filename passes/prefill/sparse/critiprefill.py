@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.attention import Form
 from accel.passes.prefill.sparse import Base
 
@@ -25,17 +25,10 @@ class CritiPrefill(Base):
     selection among them is arbitrary.
     """
 
-    fusion: float = 0.25
+    fusion: float = option(0.25, least=0, below=1)
 
     fuses: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"segment": 8, "block": 4, "budget": 8, "threshold": 8}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.fusion < 1:
-            raise RecipeError(
-                f"prefill.sparse.critiprefill: fusion is {self.fusion}; give a fraction of at least 0 and below 1"
-            )
 
     def score(self, queries: Tensor, high: Tensor, low: Tensor, form: Form) -> Tensor:
         middle = (queries.amax(2) + queries.amin(2)) / 2  # [B,H,D]

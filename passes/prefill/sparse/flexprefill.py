@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Form
 from accel.passes.prefill.sparse import Base
@@ -38,25 +38,22 @@ class FlexPrefill(Base):
     block of distances is read by each block of queries of the segment.
     """
 
-    block: int = count(128, most=4096)
+    block: int = 128
     budget: int = 4096
-    share: float = 0.9
-    tau: float = 0.1
-    least: int = 1024
-    observe: int = count(128, most=4096)
+    share: float = option(0.9, above=0, most=1)
+    tau: float = option(0.1, least=0, most=1)
+    least: int = option(1024, least=0)
+    observe: int = option(128, least=1, most=4096)
     small: ClassVar[Mapping[str, Any]] = {
         "segment": 8, "block": 4, "budget": 8, "threshold": 8, "observe": 4, "least": 4
     }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = "prefill.sparse.flexprefill"
-        if self.observe < 1:
-            raise RecipeError(f"{name}: observe is {self.observe}; give at least 1")
-        if not 0 <= self.tau <= 1:
-            raise RecipeError(f"{name}: tau is {self.tau}; give 0 .. 1")
-        if not 0 <= self.least <= self.budget:
-            raise RecipeError(f"{name}: least is {self.least}; give 0 .. budget = {self.budget}")
+        if self.least > self.budget:
+            raise RecipeError(
+                f"{self.full_name}: least is {self.least}; give at most budget = {self.budget}"
+            )
 
     def summary(self, blocks: Tensor) -> dict[str, Tensor]:
         return {"mean": blocks.float().mean(3)}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.program import Program
@@ -44,29 +44,24 @@ class MInference(Base):
     of 64, and are rounded outward to blocks: more is read.
     """
 
-    block: int = count(64, most=4096)
+    block: int = 64
     budget: int = 3072
-    columns: int = 1024
-    observe: int = count(64, most=4096)
-    sinks: int = 30
-    near: int = 100
+    columns: int = option(1024, least=1)
+    observe: int = option(64, least=1, most=4096)
+    sinks: int = option(30, least=0)
+    near: int = option(100, least=0)
     searched: bool = False
     patterns: tuple[int, ...] = field(default=(), init=False)  # of each KV head of a layer
+    lacks = "several splits of the budget in the search of patterns"
     small: ClassVar[Mapping[str, Any]] = {
         "segment": 8, "block": 4, "budget": 8, "threshold": 8, "columns": 4, "observe": 4, "sinks": 1, "near": 2
     }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ("observe", "columns"):
-            if getattr(self, option) < 1:
-                raise RecipeError(
-                    f"prefill.sparse.minference: {option} is {getattr(self, option)}; give at least 1"
-                )
-        if min(self.sinks, self.near) < 0 or self.sinks > self.columns:
+        if self.sinks > self.columns:
             raise RecipeError(
-                f"prefill.sparse.minference: sinks is {self.sinks} and near {self.near}; give 0 .. columns = "
-                f"{self.columns} and at least 0"
+                f"{self.full_name}: sinks is {self.sinks}; give at most columns = {self.columns}"
             )
 
     @property

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.ops.attention import Form
 from accel.passes.prefill.sparse import Base
 from accel.passes.prefill.sparse._inputs import LOWEST, mean_queries, share_before
@@ -27,22 +26,15 @@ class PbsAttn(Base):
     cache keeps the prompt's order. The paper's segments have 256 tokens; estimates cost half as much in those of 512.
     """
 
-    block: int = count(128, most=4096)
+    block: int = 128
     budget: int = 4096
-    share: float = 0.9
-    observe: int = count(128, most=4096)
+    share: float = option(0.9, above=0, most=1)
+    observe: int = option(128, least=1, most=4096)
 
     orders: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {
         "segment": 8, "block": 4, "budget": 8, "threshold": 8, "observe": 4
     }  # fmt: skip
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.observe < 1:
-            raise RecipeError(
-                f"prefill.sparse.pbs-attn: observe is {self.observe}; give at least 1"
-            )
 
     def summary(self, blocks: Tensor) -> dict[str, Tensor]:
         return {"mean": blocks.float().mean(3)}

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.passes.prefill.sparse import Base
 
@@ -21,7 +22,7 @@ class TriShape(Base):
     window of tokens. It goes by position alone: the control of methods that look at keys.
     """
 
-    sinks: int = 128
+    sinks: int = option(128, least=0)
     by_position: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {
         "segment": 8, "block": 4, "budget": 8, "threshold": 8, "sinks": 4
@@ -29,9 +30,9 @@ class TriShape(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.sinks <= self.budget:
+        if self.sinks > self.budget:
             raise RecipeError(
-                f"prefill.sparse.tri-shape: sinks is {self.sinks}; give 0 .. budget = {self.budget}"
+                f"{self.full_name}: sinks is {self.sinks}; give at most budget = {self.budget}"
             )
 
     def score(self, past: Tensor, high: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from accel.runtime.artifact.artifact import Artifact
 from accel.runtime.backends.layer_inputs import everything
 from accel.runtime.backends.onnx.machine import machine
 from accel.runtime.backends.onnx.open import open_session
-from accel.runtime.backends.onnx.session import OrtSession
-from accel.runtime.backends.onnx.tune import AUTO, Tuning, choose
+from accel.runtime.backends.onnx.session import Graphs, OrtSession
+from accel.runtime.backends.onnx.tune import AUTO, choose
 from accel.runtime.backends.onnx.waiting import Waiting, waiting
+from accel.runtime.backends.tuning import Tuning
 
 
 class OrtBackend:
@@ -122,13 +123,12 @@ class OrtBackend:
 
     def open_session(self, batch: int) -> OrtSession:
         """A backend session for `batch` rows with an empty cache."""
-        vocab_size = self.artifact.facts.vocab_size
-        tile = self.artifact.manifest.tile
-        return OrtSession(
-            self.session, self.artifact.state, batch, vocab_size, self.encoder, tile,
-            self.other, everything(self.artifact.facts), self.artifact.manifest.keeps_trees(self.tuning.kernels),
-            FLAT.name in self.entries, self.spread,
+        facts, manifest = self.artifact.facts, self.artifact.manifest
+        graphs = Graphs(
+            self.session, self.artifact.state, facts.vocab_size, self.entries, self.other, self.spread, self.encoder,
+            manifest.tile, everything(facts), manifest.keeps_trees(self.tuning.kernels),
         )  # fmt: skip
+        return OrtSession(graphs, batch)
 
     def pool(self, shape: Sequence[int], dtype: str) -> Any:
         """See protocol.Backend."""

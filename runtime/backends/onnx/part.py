@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from accel.ir.state import state_of
 from accel.runtime.backends.onnx.open import ort_value
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.call import Arrays
 
 
 class Parts:
     """Their bindings, made once for the buffers that there are."""
 
-    def __init__(self, entry: Callable[[str], Any] | None):
+    def __init__(self, entry: Callable[[str], Any]):
         """`entry`: the onnxruntime.InferenceSession of an entry."""
         self._entry = entry
         self.held: Mapping[
@@ -33,7 +33,6 @@ class Parts:
         """One call over the state in `buffers`, which is written where it lies: what the entry gives beside it, and
         the next of state that has two buffers (`twice`), by the names of outputs.
         """
-        assert self._entry is not None
         if buffers is not self._buffers or twice:
             self.forget()
             self._buffers = buffers

@@ -8,7 +8,8 @@ each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy.typing as npt
 
 from accel.ir.adapters import ROWS
 from accel.ir.entries.compress import COMPRESS
-from accel.ir.entries.step import given_beside
+from accel.ir.entries.flat import FLAT
+from accel.ir.entries.step import LOGITS, is_extra
 from accel.ir.sizes import FEW, grows
 from accel.ir.state import Part, StateValue, output_of, state_of
 from accel.runtime.backends.buffers import (
@@ -37,8 +39,30 @@ from accel.runtime.backends.onnx.open import (
     ort_value,
 )
 from accel.runtime.backends.onnx.part import Parts
-from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
+from accel.runtime.backends.protocol import Compression, alike, call_inputs
+from accel.runtime.call import Arrays, Logits, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Graphs:
+    """What the sessions of a model share.
+
+    step, encoder: onnxruntime.InferenceSessions. entries: the names of all graphs. other: the InferenceSession of one
+    beside the step. controls: the inputs that hold from call to call, and what they are at first. trees: whether a step
+    takes any. spread: the step's InferenceSession for calls of so many threads.
+    """
+
+    step: Any
+    state: tuple[StateValue, ...]
+    vocab_size: int
+    entries: Collection[str]
+    other: Callable[[str], Any]
+    spread: Callable[[int], Any]
+    encoder: Any = None
+    tile: int = 1
+    controls: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    trees: bool = False
 
 
 class OrtSession:
@@ -46,45 +70,24 @@ class OrtSession:
     other shape; where there is recurrent state, each for both directions.
     """
 
-    def __init__(
-        self,
-        session: Any,
-        state: tuple[StateValue, ...],
-        batch: int,
-        vocab_size: int,
-        encoder: Any = None,
-        tile: int = 1,
-        other: Callable[[str], Any] | None = None,
-        controls: Mapping[str, npt.NDArray[Any]] | None = None,
-        trees: bool = False,
-        flat: bool = False,
-        spread: Callable[[int], Any] | None = None,
-    ):
-        """`other`: sessions of the other entries. `controls`: the inputs that hold from call to call, and
-        what they are at first. `trees`: whether the step takes any. `flat`: whether there is such an entry.
-        `spread`: the step's sessions of other numbers of threads.
-        """
-        self._session = session
-        self._other_threads = spread
-        self._other_entry = other
-        self._parts = Parts(other)
-        self.trees, self.flat = trees, flat
+    def __init__(self, graphs: Graphs, batch: int):
+        self._graphs = graphs
+        self._session = graphs.step  # of the number of threads that it runs with
+        self._state, self._vocab = graphs.state, graphs.vocab_size
+        self.tile, self.trees, self.entries = graphs.tile, graphs.trees, graphs.entries
+        self.flat = FLAT.name in graphs.entries
+        self.alike = alike(graphs.state)
+        self._parts = Parts(graphs.other)
         self._row = (
-            ort_value(np.ones((1, 1, 1), np.bool_)) if trees else None
+            ort_value(np.ones((1, 1, 1), np.bool_)) if graphs.trees else None
         )  # the tree of a plain call
-        self.observed: dict[str, npt.NDArray[np.float32]] = {}
-        self.tile = tile
-        self._encoder = encoder
-        self._state = state
-        self.alike = alike(state)
-        self._vocab = vocab_size
+        self._extra = {
+            o.name: tuple(o.shape[2:]) for o in graphs.step.get_outputs() if is_extra(o.name)
+        }
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self._wide: dict[
             str, npt.NDArray[Any]
         ] = {}  # arrays with room for more rows; buffers are their first
-        self._queries = {
-            o.name: tuple(o.shape[2:]) for o in session.get_outputs() if given_beside(o.name)
-        }
         self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
         self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
         self._bytes: tuple[Any, int, int] = (
@@ -96,13 +99,18 @@ class OrtSession:
         self._few = True  # whether the system knows that few of their pages are read
         self._decode: list[Any] = []  # that of the next call first
         self._other: list[Any] = []
-        self._observing: list[Any] = []  # other shapes, giving queries too
+        self._pairs: list[
+            tuple[dict[str, Any], dict[str, Any]]
+        ] = []  # state before and after a call
+        self._asking: dict[
+            tuple[str, ...], list[Any]
+        ] = {}  # other shapes, giving these outputs, too
         self._sized(batch)
-        self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in (controls or {}).items()}
+        self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in graphs.controls.items()}
         self._control_values = {n: ort_value(a) for n, a in self._controls.items()}
         self._adapters: dict[str, npt.NDArray[Any]] = {}
         self._adapter_values: dict[str, Any] = {}
-        self.control(controls or {})
+        self.control(graphs.controls)
 
     def _sized(self, batch: int) -> None:
         """What a decode step is given and gives, for so many rows."""
@@ -162,15 +170,14 @@ class OrtSession:
         positions: Ints,
         slots: Ints,
         rows: Ints,
-        observe: bool = False,
+        want: Collection[str] = (),
         tree: Bools | None = None,
-    ) -> Logits:
+    ) -> Outputs:
         """See protocol.BackendSession; `resize` comes first."""
-        self.observed = {}  # of a prompt they may be large
         if self._mapped and self._few != (tokens.shape[1] <= FEW):
             self._few = not self._few
             advise(self._mapped, self._few)
-        if tokens.shape[1] == self.tile == rows.shape[1] and not observe and tree is None:
+        if tokens.shape[1] == self.tile == rows.shape[1] and not want and tree is None:
             small = self._small
             small["tokens"][:] = tokens
             small["positions"][:] = positions
@@ -178,30 +185,42 @@ class OrtSession:
             small["rows"][:] = rows
             self._session.run_with_iobinding(self._decode[0])
             self._swap()
-            return self._logits.copy()
+            return Outputs(self._logits.copy(), {})
         logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
         given = call_inputs(tokens, positions, slots, rows, tree)
         held = {name: ort_value(np.ascontiguousarray(array)) for name, array in given.items()}
         if self._row is not None:
             held.setdefault("tree", self._row)
-        binding = (self._observing if observe else self._other)[0]
+        binding = (self._asked(tuple(want)) if want else self._other)[0]
         for name, value in held.items():
             binding.bind_ortvalue_input(name, value)
         out = ort_value(logits)
-        binding.bind_ortvalue_output("logits", out)
-        if observe:
-            sizes = (self._batch, tokens.shape[1])
-            self.observed = {n: aligned((*sizes, *s), "float32") for n, s in self._queries.items()}
-            for name, array in self.observed.items():
-                binding.bind_ortvalue_output(name, ort_value(array))
+        binding.bind_ortvalue_output(LOGITS, out)
+        sizes = (self._batch, tokens.shape[1])
+        extra = {name: aligned((*sizes, *self._extra[name]), "float32") for name in want}
+        for name, array in extra.items():
+            binding.bind_ortvalue_output(name, ort_value(array))
         self._session.run_with_iobinding(binding)
+        if tokens.shape[1] > 1:  # of a prompt they may be large, and nobody else is to hold them
+            for name in extra:
+                binding.bind_output(name, "cpu")
         self._swap()
-        return logits
+        return Outputs(logits, extra)
+
+    @property
+    def extra(self) -> Collection[str]:
+        """See protocol.BackendSession."""
+        return self._extra
+
+    def _asked(self, want: tuple[str, ...]) -> list[Any]:
+        """The bindings of steps that give these outputs, too."""
+        if want not in self._asking:
+            self._asking[want] = [self._bound(*pair) for pair in self._pairs]
+        return self._asking[want]
 
     def spread(self, threads: int) -> None:
         """See protocol.BackendSession. The state stays where it is; its bindings are made anew."""
-        assert self._other_threads is not None
-        session = self._other_threads(threads)
+        session = self._graphs.spread(threads)
         if session is not self._session:
             self._session = session
             if self._decode:
@@ -219,7 +238,7 @@ class OrtSession:
         """See protocol.BackendSession. The cross state is bound as the encoder gave it."""
         names = [value.output for value in self._state if value.cross]
         given = {n: np.ascontiguousarray(a) for n, a in inputs.items()}
-        found = dict(zip(names, self._encoder.run(names, given), strict=True))
+        found = dict(zip(names, self._graphs.encoder.run(names, given), strict=True))
         buffers = dict(self._buffers)
         for name, array in found.items():
             held = aligned(array.shape, array.dtype.name)
@@ -232,11 +251,10 @@ class OrtSession:
 
     def compress(self, eviction: Compression, seen: Ints) -> None:
         """See protocol.BackendSession."""
-        assert self._other_entry is not None
         recent = recent_slots(self._state, self._buffers)
         slots = kept_slots(self._state, self._buffers)
         given = {**self._buffers, **eviction.compress_inputs(seen, recent, slots)}
-        session = self._other_entry(COMPRESS.name)
+        session = self._graphs.other(COMPRESS.name)
         names = [o.name for o in session.get_outputs()]
         wanted = {i.name: given[i.name] for i in session.get_inputs()}
         out = dict(zip(names, session.run(names, wanted), strict=True))
@@ -280,10 +298,9 @@ class OrtSession:
 
     def copy(self, rows: Ints | None = None) -> OrtSession:
         """See protocol.BackendSession."""
-        other = OrtSession(
-            self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
-            self.tile, self._other_entry, self._controls, self.trees, self.flat, self._other_threads,
-        )  # fmt: skip
+        other = OrtSession(self._graphs, self._batch if rows is None else rows.size)
+        other._session = self._session
+        other.control(self._controls)
         if self._adapters:
             arrays = {n: a for n, a in self._adapters.items() if n != ROWS}
             used = self._adapters[ROWS]
@@ -344,7 +361,7 @@ class OrtSession:
 
     def _renewed(self, buffers: dict[str, npt.NDArray[Any]], batch: int) -> None:
         """Other buffers, of so many rows, which the next resize binds."""
-        self._decode, self._other, self._observing = [], [], []
+        self._decode, self._other, self._pairs, self._asking = [], [], [], {}
         self._parts.forget()
         self._buffers, self._spare = buffers, {}
         self._sized(batch)
@@ -422,43 +439,44 @@ class OrtSession:
             if n in buffers and a.ctypes.data == buffers[n].ctypes.data
         }
         recurrent = {v.name for v in self._state if v.part is Part.RECURRENT}
-        read_only = {v.name for v in self._state if v.read_only}
         spare = {n: aligned(a.shape, a.dtype.name, 0) for n, a in buffers.items() if n in recurrent}
         here = {name: ort_value(array) for name, array in buffers.items()}
         there = here | {name: ort_value(array) for name, array in spare.items()}
         pairs = [(here, there), (there, here)] if spare else [(here, here)]
         self._parts.forget()
-        decode: list[Any] = []
-        other: list[Any] = []
-        observing: list[Any] = []
-        for before, after in pairs:
-            for bindings in (decode, other, observing):
-                binding = self._session.io_binding()
-                for name, value in before.items():
-                    binding.bind_ortvalue_input(name, value)
-                    if name not in read_only:
-                        binding.bind_ortvalue_output(output_of(name), after[name])
-                for name, value in {**self._control_values, **self._adapter_values}.items():
-                    binding.bind_ortvalue_input(name, value)
-                bindings.append(binding)
+        decode = [self._bound(*pair) for pair in pairs]
+        for binding in decode:
             for name, value in self._small_values.items():
-                decode[-1].bind_ortvalue_input(name, value)
-            decode[-1].bind_ortvalue_output("logits", self._logits_value)
-        self._decode, self._other, self._observing = decode, other, observing
+                binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(LOGITS, self._logits_value)
+        self._decode, self._other = decode, [self._bound(*pair) for pair in pairs]
+        self._pairs, self._asking = pairs, {}
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
         self._mapped = [a for a in buffers.values() if memory_of(a) is not None]
         advise(self._mapped, self._few)
 
+    def _bound(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
+        """A binding of a step over the state, which reads `before` and writes `after`."""
+        read_only = {v.name for v in self._state if v.read_only}
+        binding = self._session.io_binding()
+        for name, value in before.items():
+            binding.bind_ortvalue_input(name, value)
+            if name not in read_only:
+                binding.bind_ortvalue_output(output_of(name), after[name])
+        for name, value in {**self._control_values, **self._adapter_values}.items():
+            binding.bind_ortvalue_input(name, value)
+        return binding
+
     def _unbind(self) -> None:
         """Let go of the buffers, but for `_buffers`."""
         self._parts.forget()
-        self._decode, self._other, self._observing = [], [], []
+        self._decode, self._other, self._pairs, self._asking = [], [], [], {}
         self._values, self._mapped = [], []
 
     def _swap(self) -> None:
         """After a call the spare buffers hold the recurrent state."""
         if self._spare:
-            for bindings in (self._decode, self._other, self._observing):
+            for bindings in (self._decode, self._other, self._pairs, *self._asking.values()):
                 bindings.reverse()
             for name, array in self._spare.items():
                 self._buffers[name], self._spare[name] = array, self._buffers[name]

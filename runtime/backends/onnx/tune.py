@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from accel.runtime.backends import clock
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.onnx.machine import machine, recall, remember
 from accel.runtime.backends.onnx.open import open_session
+from accel.runtime.backends.tuning import Cost, Tuning
 
 AUTO = "auto"
 SECONDS = 1.2  # spent on measuring, at most about this
@@ -27,38 +28,12 @@ LEAST, ROUNDS = 3, 9  # runs of a shape
 RUNS = 3  # measurements, by as many loads, where a busy machine spoilt the first
 BYTES = 1 << 26  # of a probe's inputs
 NOISE = 2.0  # between measurements of one thing
+NODE = 3e-6  # seconds that onnxruntime takes for a node of a step beside what it computes: 2 to 5 µs where it was tried
 MARGIN = 0.95  # of the portable variant's time: what another must stay below
 # (tokens of a call, slots): decode at two lengths, a call of several tokens, a chunk of a prompt
 CELLS = ((1, 512), (1, 2048), (8, 512), (128, 512))
 # The work that decides: a prompt of 512 tokens, then 128 one by one, half of them at each length.
 WORK = {(1, 512): 64, (1, 2048): 64, (8, 512): 0, (128, 512): 4}
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds that attention and products with weights of few bits take in one call, by variant."""
-
-    tokens: int
-    context: int
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The variant chosen, and why: asked for, measured, or the only one.
-
-    refused: variants that onnxruntime does not open here, and its reason. seconds: spent measuring
-    now; 0 where an earlier measurement was found.
-    """
-
-    kernels: str
-    why: str
-    costs: tuple[Cost, ...] = ()
-    refused: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True) -> Tuning | None:
@@ -122,12 +97,15 @@ def _measure(
     """Each kind's probes at each shape, in turns; who has none of a kind costs what PORTABLE does."""
     names = artifact.entries["step"].graphs
     refused: dict[str, str] = {}
+    nodes: dict[str, int] = {}
     cells = _cells(artifact.facts.max_context)
     costs = [Cost(tokens, context, dict.fromkeys(names, 0.0)) for tokens, context in cells]
     end = clock.now() + SECONDS
     for left, kind in zip(range(len(kinds), 0, -1), kinds, strict=True):
         sessions = _opened(artifact, kind, threads, refused)
-        share = float(sessions[PORTABLE].get_modelmeta().custom_metadata_map["share"])
+        told = {n: session.get_modelmeta().custom_metadata_map for n, session in sessions.items()}
+        share = float(told[PORTABLE]["share"])
+        nodes |= {name: int(one.get("nodes", 0)) for name, one in told.items()}
         limit = clock.now() + (end - clock.now()) / left
         for i, cost in enumerate(costs):
             shape = _fitting(sessions[PORTABLE], cost.tokens, cost.context)
@@ -138,6 +116,8 @@ def _measure(
             for name in names:
                 cost.seconds[name] += seconds.get(name, seconds[PORTABLE]) / share
     for cost in costs:
+        for name, count in nodes.items():
+            cost.seconds[name] += count * NODE
         for name in refused:
             cost.seconds.pop(name, None)
     return costs, refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 
 
 @dataclass(frozen=True)
@@ -13,17 +13,8 @@ class Share:
     seen that goes (kvpress' meaning), at least one token stays.
     """
 
-    tokens_kept: int = 1024
-    compression_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.tokens_kept < 1:
-            raise RecipeError(f"kv.budget: tokens_kept is {self.tokens_kept}; give at least 1")
-        if not 0 <= self.compression_ratio < 1:
-            raise RecipeError(
-                f"kv.budget: compression_ratio is {self.compression_ratio}; give the fraction of "
-                "tokens to evict, at least 0 and below 1"
-            )
+    tokens_kept: int = option(1024, least=1)
+    compression_ratio: float = option(0.0, least=0, below=1)
 
     def average(self, seen: int) -> int:
         """Tokens per head, over all layers."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.kv.budget import EMPTY, Base
 from accel.runtime.kv.budget._ranks import ranks
 from accel.runtime.kv.budget._share import Share
@@ -19,17 +19,10 @@ class AdaKV(Share, Base):
     the highest-scoring tokens of all heads. Scores must be comparable across heads, as attention is and norms are not.
     """
 
-    safeguard: float = 0.2
+    safeguard: float = option(0.2, least=0, most=1)
     even: ClassVar[bool] = False
     level: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.safeguard <= 1:
-            raise RecipeError(
-                f"kv.budget.ada-kv: safeguard is {self.safeguard}; give a fraction from 0 to 1"
-            )
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:
         return self.average(seen)

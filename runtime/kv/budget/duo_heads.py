@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.runtime.kv.budget import Base
 from accel.runtime.kv.budget._observed import right_places
@@ -22,24 +22,15 @@ class DuoHeads(Tables, Base):
     tokens only. The queries are those whose next token stands farther away, behind a copy of the current one.
     """
 
+    lacks = "gates trained by the hidden state (losses of heads are measured)"
     key: ClassVar[str] = "duo-heads"
-    share: float = 0.5
-    sinks: int = 64
-    recent: int = 256
+    share: float = option(0.5, least=0, most=1)
+    sinks: int = option(64, least=0)
+    recent: int = option(256, least=1)
     adaptive: ClassVar[bool] = True
     even: ClassVar[bool] = False
     level: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"sinks": 2, "recent": 6}
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise RecipeError(
-                f"kv.budget.duo-heads: share is {self.share}; give a share of heads from 0 to 1"
-            )
-        if self.sinks < 0 or self.recent < 1:
-            raise RecipeError(
-                f"kv.budget.duo-heads: sinks is {self.sinks} and recent {self.recent}; give at least 0 and 1"
-            )
 
     def sizes(self, width: int, heads: int) -> Sizes:
         """`place`: of each head among those of all layers, from 0 to 1, the one that loses least first."""

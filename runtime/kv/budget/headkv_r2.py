@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.runtime.kv.budget import Base
 from accel.runtime.kv.budget._observed import right_places
@@ -30,19 +30,11 @@ class HeadKVR2(Tables, Share, Base):
     """
 
     key: ClassVar[str] = "headkv-r2"
-    beta: float = 1.2
-    window: int = 32
+    beta: float = option(1.2, least=1)
+    window: int = option(32, least=0)
     even: ClassVar[bool] = False
     level: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17, "window": 4}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (1 <= self.beta < float("inf") and self.window >= 0):
-            raise RecipeError(
-                f"kv.budget.headkv-r2: beta is {self.beta} and window {self.window}; give a beta of at "
-                "least 1 and a window of at least 0"
-            )
 
     def sizes(self, width: int, heads: int) -> Sizes:
         """`share`: importance of the layer's heads; `shares`: mean importance of every layer. 1 is the mean of all."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.budget import Base
 from accel.runtime.kv.budget._share import Share
@@ -23,28 +24,23 @@ class Phases(Share, Base):
     its slide or adaptive schedule, at each `step` tokens its discontinuous one.
     """
 
-    decode_kept: int = 1024
-    decode_ratio: float = 0.0
-    recent: int = 256
-    longest: int = 0
+    decode_kept: int = option(1024, least=1)
+    decode_ratio: float = option(0.0, least=0, below=1)
+    recent: int = option(256, least=1)
+    longest: int = option(0, least=0)
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17, "decode_kept": 6, "recent": 3}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.recent <= self.decode_kept:
+        if self.recent > self.decode_kept:
             raise RecipeError(
-                f"kv.budget.phases: recent is {self.recent} and decode_kept {self.decode_kept}; give at least 1, and "
-                "no more recent tokens than are kept"
+                f"{self.full_name}: recent is {self.recent}, more than are kept; give at most decode_kept = "
+                f"{self.decode_kept}"
             )
-        if not 0 <= self.decode_ratio < 1:
+        if self.longest and self.decode_ratio:
             raise RecipeError(
-                f"kv.budget.phases: decode_ratio is {self.decode_ratio}; give the fraction of generated tokens to "
-                "evict, at least 0 and below 1"
-            )
-        if self.longest < 0 or (self.longest and self.decode_ratio):
-            raise RecipeError(
-                f"kv.budget.phases: longest is {self.longest} and decode_ratio {self.decode_ratio}; give 0 or more, "
-                "and only one of them"
+                f"{self.full_name}: longest is {self.longest} and decode_ratio {self.decode_ratio}; give one of "
+                "them"
             )
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.runtime.kv.budget import Base
 from accel.runtime.kv.budget._share import Share
@@ -28,15 +28,8 @@ class PrefixKV(Tables, Share, Base):
     """
 
     key: ClassVar[str] = "prefixkv"
-    protected: int = 5
+    protected: int = option(5, least=0)
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.protected < 0:
-            raise RecipeError(
-                f"kv.budget.prefixkv: protected is {self.protected}; give at least 0 tokens"
-            )
 
     def sizes(self, width: int, heads: int) -> Sizes:
         """`kept`: the share of its tokens that the layer keeps where all layers keep 0, 0.01, … 1 of theirs."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.kv.budget import Base
 from accel.runtime.kv.budget._share import Share
 
@@ -18,17 +18,9 @@ class PyramidKV(Share, Base):
     As kvpress' PyramidKVPress: if the smallest budget is below `window` tokens, all layers get the same.
     """
 
-    beta: float = 20.0
-    window: int = 32
+    beta: float = option(20.0, least=1)
+    window: int = option(32, least=0)
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17, "beta": 4.0, "window": 4}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (1 <= self.beta < float("inf") and self.window >= 0):
-            raise RecipeError(
-                f"kv.budget.pyramidkv: beta is {self.beta} and window {self.window}; give a beta of at "
-                "least 1 and a window of at least 0"
-            )
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:
         mean = self.mean(seen)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.kv.budget import Base
 
 
@@ -18,23 +18,13 @@ class SimLayerKV(Base):
     The score says which: `streaming-llm` with as many sinks, as in the paper. Its thresholds: 0.65 to 0.9.
     """
 
-    threshold: float = 0.9
-    sinks: int = 4
-    recent: int = 1024
+    threshold: float = option(0.9, least=0, most=1)
+    sinks: int = option(4, least=0)
+    recent: int = option(1024, least=1)
     observe: ClassVar[int] = 1  # type: ignore[misc]
     adaptive: ClassVar[bool] = True
     even: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"sinks": 2, "recent": 6, "threshold": 0.3}
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise RecipeError(
-                f"kv.budget.simlayerkv: threshold is {self.threshold}; give a share of attention from 0 to 1"
-            )
-        if self.sinks < 0 or self.recent < 1:
-            raise RecipeError(
-                f"kv.budget.simlayerkv: sinks is {self.sinks} and recent {self.recent}; give at least 0 and 1"
-            )
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:
         return max(1, min(seen, self.sinks + self.recent))

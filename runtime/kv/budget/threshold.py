@@ -1,4 +1,4 @@
-"""DMS' rule (arXiv:2506.05345), as KVzap (arXiv:2601.07891) uses it: tokens stay whose score is high enough."""
+"""The rule of DMS (arXiv:2506.05345), as KVzap (arXiv:2601.07891) uses it: tokens stay whose score is high enough."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.kv.budget import Base
 
 
 @dataclass(frozen=True)
 class Threshold(Base):
     """Each head keeps the tokens whose score is `threshold` or more, and those that its score protects (`recent`). So
-    how many tokens stay depends on the text, and heads and layers keep unequal numbers; -inf keeps all.
+    how many tokens stay depends on the text, and heads and layers keep unequal numbers; -3e38 keeps all.
 
     A score must mean the same in every text, as `threshold-evict`'s does, or the ranks of `lagkv` with `freezes`; norms
     and attention of a few queries do not.
     """
 
-    threshold: float = -3.0
+    threshold: float = option(-3.0, most=1e30)
     adaptive: ClassVar[bool] = True
     even: ClassVar[bool] = False
     level: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"threshold": 0.0}
-
-    def __post_init__(self) -> None:
-        if not -float("inf") <= self.threshold <= 1e30:
-            raise RecipeError(
-                f"kv.budget.threshold: threshold is {self.threshold}; give a score up to 1e30, or -inf"
-            )
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:
         return 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.axis import count
+from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.file import Arrays, Base, Numbers, Place
 
@@ -30,22 +30,21 @@ class CacheGen(Base):
     codes of zlib, which every Python has). The paper's deltas to the first of ten tokens are left out, as in its code.
     """
 
-    bins: int = count(32, most=256)
-    deep_bins: int = count(16, most=256)
-    key_share: float = 0.3125
-    value_share: float = 0.0625
+    bins: int = option(32, least=4, most=256)
+    deep_bins: int = option(16, least=4, most=256)
+    key_share: float = option(0.3125, least=0, most=1)
+    value_share: float = option(0.0625, least=0, most=1)
 
+    lacks = "the controller that chooses a level by the bandwidth"
     grade = "approximate"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("bins", "deep_bins"):
-            if getattr(self, name) < 4 or getattr(self, name) % 2:
+            if getattr(self, name) % 2:
                 raise RecipeError(
-                    f"kv.file.cachegen: {name} = {getattr(self, name)}; give an even number of 4 to 256"
+                    f"{self.full_name}: {name} is {getattr(self, name)}; give an even number"
                 )
-        for name in ("key_share", "value_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RecipeError(f"kv.file.cachegen: {name} = {getattr(self, name)}; give 0 to 1")
 
     def steps(self, place: Place) -> int:
         """M: steps of the grid on each side of 0."""

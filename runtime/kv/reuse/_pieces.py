@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.runtime.inputs.ints import Bools
 from accel.runtime.kv.reuse import Base
@@ -28,10 +27,10 @@ class Pieces(Base):
     layer: the layer that tells which tokens are stale; -1: the second, or the first of two.
     """
 
-    ratio: float = 0.16
-    layer: int = -1
-    least: int = count(16, most=4096)
-    tokens: int = count(1 << 15, most=1 << 24)
+    ratio: float = option(0.16, least=0, most=1)
+    layer: int = option(-1, least=-1)
+    least: int = option(16, least=1, most=4096)
+    tokens: int = option(1 << 15, least=1, most=1 << 24)
 
     relies = Base.relies | {
         Invariant.ALL_LAYERS_RUN,
@@ -46,19 +45,6 @@ class Pieces(Base):
     grade = "approximate"
     name: ClassVar[str]  # in recipes
     attention: ClassVar[bool] = False  # whether `stale` reads it
-
-    def __post_init__(self) -> None:
-        for name in ("least", "tokens"):
-            if getattr(self, name) < 1:
-                raise RecipeError(
-                    f"kv.reuse.{self.name}: {name} is {getattr(self, name)}; give 1 or more"
-                )
-        if not 0 <= self.ratio <= 1:
-            raise RecipeError(f"kv.reuse.{self.name}: ratio is {self.ratio}; give 0 to 1")
-        if self.layer < -1:
-            raise RecipeError(
-                f"kv.reuse.{self.name}: layer is {self.layer}; give -1, or the number of a layer"
-            )
 
     def steps(self) -> list[Any]:
         from accel.passes.kv._shared.shift import Shift

@@ -9,7 +9,7 @@ from threading import RLock
 
 import numpy as np
 
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 
 _ALIKE = 8  # most places that one anchor is looked up at, the newest: a repeated text would have very many

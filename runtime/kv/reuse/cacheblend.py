@@ -21,6 +21,7 @@ class CacheBlend(Pieces):
     The tokens are chosen once, as in the released code; the paper narrows them from layer to layer.
     """
 
+    lacks = "narrowing the chosen tokens from layer to layer"
     name: ClassVar[str] = "cacheblend"
 
     def pieces(self, matches: Sequence[Piece]) -> list[Piece]:

@@ -10,8 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.inputs.ints import Bools
 from accel.runtime.kv.reuse._pieces import Floats, Pieces, best
 from accel.runtime.kv.reuse._store import Piece, most_alike
@@ -29,20 +28,13 @@ class KVShare(Pieces):
     The paper's scheduler, which orders waiting requests by their hits, is left to who serves them.
     """
 
-    attended: float = 0.05
-    watch: float = 0.16
-    threshold: float = 0.05
-    repairs: int = count(4, most=4096)
+    attended: float = option(0.05, least=0, most=1)
+    watch: float = option(0.16, least=0, most=1)
+    threshold: float = option(0.05, least=0, most=1)
+    repairs: int = option(4, least=0, most=4096)
+    lacks = "the scheduler that orders requests by their hits"
     name: ClassVar[str] = "kvshare"
     attention: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("attended", "watch", "threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RecipeError(f"kv.reuse.kvshare: {name} is {getattr(self, name)}; give 0 to 1")
-        if self.repairs < 0:
-            raise RecipeError(f"kv.reuse.kvshare: repairs is {self.repairs}; give 0 or more")
 
     def pieces(self, matches: Sequence[Piece]) -> list[Piece]:
         return most_alike(matches, self.least)

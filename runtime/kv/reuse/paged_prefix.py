@@ -1,5 +1,5 @@
-"""Paged KV cache with prefix sharing (vLLM's PagedAttention, SGLang's RadixAttention): a common prefix is
-computed and stored once.
+"""Paged KV cache with prefix sharing (vLLM's PagedAttention, arXiv:2309.06180; SGLang's RadixAttention,
+arXiv:2312.07104): a common prefix is computed and stored once.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.ir.invariants import Invariant
 from accel.runtime.kv.reuse import Base
 
@@ -20,8 +19,8 @@ class PagedPrefix(Base):
     is allocated on first use.
     """
 
-    block: int = count(16, most=1024)
-    blocks: int = count(2048, most=1 << 16)
+    block: int = option(16, least=1, most=1024)
+    blocks: int = option(2048, least=1, most=1 << 16)
 
     relies = Base.relies - {Invariant.HOST_MEMORY} | {
         Invariant.ALL_LAYERS_RUN,
@@ -32,11 +31,6 @@ class PagedPrefix(Base):
     breaks = frozenset({Invariant.BATCH_INVARIANCE, Invariant.ROW_PRIVATE})
     grade = "distribution-exact"  # calls of other lengths differ by rounding
     small: ClassVar[Mapping[str, Any]] = {"block": 4}
-
-    def __post_init__(self) -> None:
-        for name in ("block", "blocks"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"{name} = {getattr(self, name)}; give 1 or more")
 
     def steps(self) -> list[Any]:
         from accel.passes.kv._shared.paged import Paged

@@ -1,4 +1,4 @@
-"""Positional Integrity Encoding ("Let the Code LLM Edit Itself"): keys after an edit are rotated, not recomputed."""
+"""Positional Integrity Encoding (arXiv:2407.03157): keys after an edit are rotated, not recomputed."""
 
 from __future__ import annotations
 

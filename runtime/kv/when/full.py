@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.kv.when import Base
 
 
@@ -14,13 +14,9 @@ from accel.runtime.kv.when import Base
 class Full(Base):
     """After a call the cache holds fewer than `tokens` tokens, or the budget. A row is as it is until it was full."""
 
-    tokens: int = 1024
+    tokens: int = option(1024, least=1)
     whole: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"tokens": 18}
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RecipeError(f"kv.when.full: tokens is {self.tokens}; give at least 1")
 
     def due(self, moment: str, recent: int) -> bool:
         return moment != "prompt" and recent >= self.tokens

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.kv.when import Base
 
 
@@ -14,12 +14,8 @@ from accel.runtime.kv.when import Base
 class Generated(Base):
     """The prompt is never cut before its end. A session that ends no prompt (`end_prompt`) evicts nothing."""
 
-    tokens: int = 128
+    tokens: int = option(128, least=1)
     small: ClassVar[Mapping[str, Any]] = {"tokens": 2}
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise RecipeError(f"kv.when.generated: tokens is {self.tokens}; give at least 1")
 
     def due(self, moment: str, recent: int) -> bool:
         return moment == "prompt" or (moment == "token" and recent >= self.tokens)

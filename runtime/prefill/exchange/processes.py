@@ -18,7 +18,7 @@ from accel.lowering.onnx.threads import default_threads
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx.backend import OrtBackend
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.call import Arrays
 from accel.runtime.prefill.exchange.rank import Compute, Done, Job, Tag, work
 
 _PATIENCE = 5.0  # seconds that a process has to end by itself

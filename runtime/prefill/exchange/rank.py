@@ -12,7 +12,7 @@ import numpy.typing as npt
 from accel.ir.entries.attend import form_of
 from accel.ir.entries.rank import between
 from accel.ir.errors import AccelError
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.prefill.exchange.plan import (
     KEYS,

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.axis import count
-from accel.ir.errors import InputError, RecipeError
+from accel.ir.axis import option
+from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant, Method
 from accel.runtime.prefill.exchange.plan import Plan
 
@@ -29,8 +29,8 @@ class Base(Method, ABC):
     is a process of its own; else all run in this one, one after the other, which shows what would be sent.
     """
 
-    ranks: int = count(2, most=MOST)
-    least: int = 512
+    ranks: int = option(2, least=1, most=MOST)
+    least: int = option(512, least=1)
     processes: bool = False
 
     grade: ClassVar[str] = "lossless"
@@ -51,17 +51,6 @@ class Base(Method, ABC):
     )
     breaks = frozenset({Invariant.BATCH_INVARIANCE})
 
-    def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise RecipeError(f"{self._name}: ranks is {self.ranks}; give 1 .. {MOST}")
-        if self.least < 1:
-            raise RecipeError(f"{self._name}: least is {self.least}; give at least 1")
-
-    @property
-    def _name(self) -> str:
-        file = type(self).__module__.rpartition(".")[2]
-        return f"prefill.ranks.{file.replace('_', '-')}"
-
     @property
     def fewest(self) -> int:
         """Tokens without which a rank would have none."""
@@ -74,7 +63,7 @@ class Base(Method, ABC):
         """
         if tokens < self.fewest:
             raise InputError(
-                f"{self._name}: {tokens} tokens are too few for {self.ranks} ranks, which share at least "
+                f"{self.full_name}: {tokens} tokens are too few for {self.ranks} ranks, which share at least "
                 f"{self.fewest}; give more tokens, or fewer ranks"
             )
         return self.planned(tokens, cached, heads, groups)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.errors import RecipeError
+from accel.ir.axis import option
 from accel.runtime.prefill.exchange.plan import (
     KEYS,
     QUERIES,
@@ -36,19 +36,11 @@ class CpRing(Base):
     bandwidth: bytes per second of a link; 0: unknown, and the first condition is left out.
     """
 
-    mode: str = "auto"
-    flops: float = 0.0
-    bandwidth: float = 0.0
+    mode: str = option("auto", one_of=("auto", "pass-kv", "pass-q"))
+    flops: float = option(0.0, least=0)
+    bandwidth: float = option(0.0, least=0)
+    lacks = "caches that stay on the ranks, and decoding across ranks"
     small: ClassVar[Mapping[str, Any]] = {"least": 4}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mode not in ("auto", "pass-kv", "pass-q"):
-            raise RecipeError(f"{self._name}: mode is {self.mode!r}; give auto, pass-kv or pass-q")
-        if not (self.flops >= 0 and self.bandwidth >= 0):
-            raise RecipeError(
-                f"{self._name}: flops is {self.flops} and bandwidth {self.bandwidth}; give at least 0"
-            )
 
     @property
     def fewest(self) -> int:

@@ -42,7 +42,7 @@ class KvRunahead(Base):
             ):
                 size = f"{'a length and ' if nested else ''}{self.ranks} numbers above 0"
                 raise RecipeError(
-                    f"{self._name}: shares has {list(row) if nested else self.shares!r}; give {size}, one for each "
+                    f"{self.full_name}: shares has {list(row) if nested else self.shares!r}; give {size}, one for each "
                     f"of ranks = {self.ranks}"
                 )
         ordered = sorted(tuple(float(x) for x in row) for row in table)

@@ -30,6 +30,7 @@ class TokenRing(Base):
     travel whole.
     """
 
+    lacks = "caches that stay on the ranks, and decoding across ranks"
     small: ClassVar[Mapping[str, Any]] = {"least": 4}
 
     @property

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 from accel.ir.facts import Facts
 from accel.ir.state import StateValue
-from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays, Call, Logits
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.rows import copies, joined, numbers_of, restored, selected
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,9 @@ class Calls(Protocol):
     def put(self, arrays: Arrays) -> None:
         """Let state values be these arrays."""
 
-    def whole_prompt(self, counts: Ints) -> AbstractContextManager[None]:
-        """Around an observer's own run of prompts of an empty session, of `counts` [B] tokens: all observers know of
-        it, and the session is as it was where it fails.
+    def whole_prompt(self, tokens: Ints, counts: Ints) -> AbstractContextManager[None]:
+        """Around an observer's own run of prompts [B,T] of an empty session, of `counts` [B] tokens: all observers know
+        of it, and the session is as it was where it fails.
         """
 
     def aside(
@@ -120,7 +123,7 @@ class Calls(Protocol):
         tokens: Ints,
         counts: Ints,
         first: Ints,
-        listeners: tuple[SessionObserver, ...] = (),
+        listeners: tuple[CallWatcher, ...] = (),
     ) -> Logits:
         """Graph calls of tokens [B,T], `counts` [B] of them real, from position `first` [B] on, of which only
         `listeners` hear and which rows do not hold afterwards: the logits [B,1,V] of the last.
@@ -148,19 +151,26 @@ class Calls(Protocol):
         """Let a row hold so many tokens, whose slots the caller has written."""
 
 
-class SessionObserver:
-    """By default nothing is done. Numbers of tokens are per row, [B].
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """What was due is done, and the buffers are new. calls: the graph calls that it took. held: what rows hold then, at
+    positions from 0 on; None: the same tokens.
+    """
 
-    A session asks its observers one after the other, by their `order`. What a observer knows, it replaces and never
-    writes in place where a copy shares it.
+    calls: int
+    held: Ints | None = None
+
+
+class SessionObserver:
+    """What a session keeps beside its cache, for all of its rows. Numbers of tokens are per row, [B].
+
+    A session asks its observers one after the other, by their `order`. What one knows of rows it declares
+    (`runtime/rows.py`), so that rows are selected, joined, copied and saved. An observer that follows calls is a
+    `CallWatcher`, one that runs prompts in another way a `PromptRunner`, one that goes by marks of tokens a `Marked`.
     """
 
     order: ClassVar[int] = 50  # lower ones are asked first
     rewrites: ClassVar[bool] = False  # whether tokens are written over, so that rows share nothing
-    steers: ClassVar[bool] = False  # whether a call may say which layers run
-    base: Ints | None = (
-        None  # the position of slot 0 of each row, by the first observer that has one; else 0
-    )
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -171,12 +181,6 @@ class SessionObserver:
     def capabilities(self) -> Capabilities:
         """What a loop may rely on, as far as this one goes."""
         return Capabilities()
-
-    def call_room(self, lengths: Ints) -> Ints | None:
-        """Tokens that the next call of each row [B], of `lengths` tokens, may have so that its logits are those of
-        single calls, and all but its first can be rewound as if they had never been; None: any number.
-        """
-        return None
 
     @property
     def held_from(self) -> Ints | int:
@@ -191,28 +195,108 @@ class SessionObserver:
     def adapted(self, numbers: Sequence[int]) -> None:
         """The rows of this new session use these adapters (0: none)."""
 
-    # A call
+    def check(self, wanted: Ints, lengths: Ints) -> None:
+        """Raise InputError where rows of `lengths` tokens cannot go back to `wanted`. Changes nothing."""
 
-    def begin(
-        self,
-        backend: BackendSession,
-        before: Ints,
-        after: Ints,
-        run_layers: Any,
-        threshold: Any,
-        prompt: bool,
-    ) -> None:
-        """Rows shall grow from `before` to `after` tokens; `prompt`: a prompt ends with these. Raises InputError, and
-        then knows what it knew.
-        """
-
-    def reads(self, backend: BackendSession, coarse: bool) -> bool:
-        """Let the graph calls that follow read the cache coarsely, or all of it as before. Whether they can."""
+    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+        """Rows of `lengths` tokens go back to `wanted`, to which all agreed. Whether the buffers are new."""
         return False
+
+    def select(self, rows: Ints) -> None:
+        """Row i goes on as what row rows[i] was, for any number of rows [n]."""
+        vars(self).update(selected(self, rows))
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """The rows of `other`, which knows as much of another session of the model, follow this one's. It may keep what
+        `other` holds. Only where `capabilities` say so. The buffers are new, and have all rows.
+        """
+        vars(self).update(joined(self, other))
+
+    def copy(self) -> Self:
+        """One for a fork, independent of this; its figures start at 0."""
+        other = copy(self)
+        vars(other).update(copies(self))
+        return other
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """All that it knows, arrays by name, for a file (`runtime/session/saved.py`)."""
+        return numbers_of(self)
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """Know again what `numbers` gave, in a new session whose buffers are the saved ones and whose rows hold
+        `lengths` [B] tokens. It may keep the arrays. Raises InputError.
+        """
+        vars(self).update(restored(self, numbers))
+
+    def close(self, backend: BackendSession, lengths: Ints) -> None:
+        """The session ends; the backend session is still open."""
+
+
+class CallWatcher:
+    """Follows the calls of a session, and the graph calls that they take. By default nothing is done."""
+
+    controls: ClassVar[Mapping[str, str]] = {}
+    """What a call may say beside its tokens (`Session.run`), by name; and what a model without it lacks."""
+    moves_slots: ClassVar[bool] = False  # whether slots go or come between the parts of a prompt
+    base: Ints | None = (
+        None  # the position of slot 0 of each row, by the first observer that has one; else 0
+    )
+
+    def call_room(self, lengths: Ints) -> Ints | None:
+        """Tokens that the next call of each row [B], of `lengths` tokens, may have so that its logits are those of
+        single calls, and all but its first can be rewound as if they had never been; None: any number.
+        """
+        return None
+
+    def begin(self, backend: BackendSession, call: Call) -> None:
+        """A call comes. Raises InputError, and then knows what it knew."""
 
     def catch_up(self, backend: BackendSession, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
         """Tokens to run again before anything else: ids [B,T], how many of each row, where they start."""
         return None
+
+    def lost(self) -> bool:
+        """Whether what was done since `begin` cannot be taken back."""
+        return False
+
+    def undo(self, backend: BackendSession, lengths: Ints) -> bool:
+        """The call failed, rows hold `lengths` tokens as before. Whether the buffers are new."""
+        return False
+
+    def make_room(self, backend: BackendSession, slots: Ints, width: int) -> None:
+        """A graph call of `width` columns comes, whose first slots in the cache are `slots` [B]: let go, in place, of
+        what no token from there on sees.
+        """
+
+    def slots(self, ends: Ints) -> Sequence[int]:
+        """Slots that buffers of other sizes need where those of the cache need `ends` [B]."""
+        return ()
+
+    def before(self, backend: BackendSession, width: int) -> Collection[str]:
+        """A step of so many columns comes. The names of the extra outputs that it is to give."""
+        return ()
+
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
+        """A step ran: tokens, positions [B,T] (-1: padding), and the extra outputs [B,T,…] that someone asked for."""
+
+    def observe(self, queries: Arrays, positions: Ints) -> None:
+        """Some layers ran a part of a prompt: their queries [B,T,H,D], at these positions [B,T] (-1: padding)."""
+
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
+        """Do what is due at a moment (`runtime.kv.when`), where rows hold `lengths` tokens. None: nothing was done."""
+        return None
+
+    def rehearse(self, calls: Calls, moment: str, lengths: Ints) -> None:
+        """`settle` comes between the parts of a long call ("part"), or as a prompt is whole ("prompt"), where rows hold
+        `lengths` tokens: run tokens that rows do not hold afterwards.
+        """
+
+    def pin(self, backend: BackendSession) -> None:
+        """Another observer changed what the cache holds, so that no token before can be run again."""
+
+
+class PromptRunner:
+    """Runs tokens in another way than the step by step of a session, prompts above all."""
 
     def admit(
         self, backend: BackendSession, tokens: Ints, counts: Ints | None, lengths: Ints
@@ -229,24 +313,6 @@ class SessionObserver:
         that `Session.run` gives. `prompt`: they are whole prompts of an empty session. None: it is run as usual.
         """
         return None
-
-    def lost(self) -> bool:
-        """Whether what was done since `begin` cannot be taken back."""
-        return False
-
-    def undo(self, backend: BackendSession, lengths: Ints) -> bool:
-        """The call failed, rows hold `lengths` tokens as before. Whether the buffers are new."""
-        return False
-
-    # Other calls
-
-    def mark(self, units: Any, question: Any, lengths: Any) -> bool:
-        """See `Session.mark`. Whether it was noted."""
-        return False
-
-    def encode(self, calls: Calls, inputs: Any, lengths: Any) -> bool:
-        """See `Session.encode`. Whether it was done."""
-        return False
 
     def shorten(self, calls: Calls, tokens: Ints, counts: Ints) -> tuple[Ints, Ints] | None:
         """Of prompts [B,T] of an empty session, `counts` of them real: what is left to run, and how many of that
@@ -266,86 +332,10 @@ class SessionObserver:
         """
         return None
 
-    def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits | None:
-        """See `Session.edit`. None: this one cannot."""
-        return None
 
-    def write(
-        self, calls: Calls, tokens: Any, start: Any, lengths: Any, rows: Any
-    ) -> Logits | None:
-        """See `Session.write`. None: this one cannot."""
-        return None
+@runtime_checkable
+class Marked(Protocol):
+    """Goes by what the caller says of tokens."""
 
-    # A graph call
-
-    def make_room(self, backend: BackendSession, slots: Ints, width: int) -> None:
-        """A graph call of `width` columns comes, whose first slots in the cache are `slots` [B]: let go, in place, of
-        what no token from there on sees.
-        """
-
-    def slots(self, ends: Ints) -> Sequence[int]:
-        """Slots that buffers of other sizes need where those of the cache need `ends` [B]."""
-        return ()
-
-    def before(self, backend: BackendSession, width: int) -> bool:
-        """A step of so many columns comes. Whether it shall give its queries."""
-        return False
-
-    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
-        """A step ran: tokens, positions [B,T] (-1: padding), and the queries [B,T,H,D] where someone asked."""
-
-    def observe(self, queries: Arrays, positions: Ints) -> None:
-        """Some layers ran a part of a prompt: their queries [B,T,H,D], at these positions [B,T] (-1: padding)."""
-
-    # Between calls
-
-    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
-        """Do what is due at a moment (`runtime.kv.when`), where rows hold `lengths` tokens: the graph calls that
-        it took. The buffers are then new. None: nothing was done.
-        """
-        return None
-
-    def moved(self, lengths: Ints) -> Ints:
-        """What rows of `lengths` tokens hold after `settle` did something, at positions from 0 on."""
-        return lengths
-
-    def rehearse(self, calls: Calls, moment: str, lengths: Ints) -> None:
-        """`settle` comes between the parts of a long call ("part"), or as a prompt is whole ("prompt"), where rows hold
-        `lengths` tokens: run tokens that rows do not hold afterwards.
-        """
-
-    def pin(self, backend: BackendSession) -> None:
-        """Another observer changed what the cache holds, so that no token before can be run again."""
-
-    def check(self, wanted: Ints, lengths: Ints) -> None:
-        """Raise InputError where rows of `lengths` tokens cannot go back to `wanted`. Changes nothing."""
-
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
-        """Rows of `lengths` tokens go back to `wanted`, to which all agreed. Whether the buffers are new."""
-        return False
-
-    def select(self, rows: Ints) -> None:
-        """Row i goes on as what row rows[i] was, for any number of rows [n]."""
-
-    def join(self, backend: BackendSession, other: Self) -> None:
-        """The rows of `other`, which knows as much of another session of the model, follow this one's. It may keep what
-        `other` holds. Only where `capabilities` say so. The buffers are new, and have all rows.
-        """
-
-    def copy(self) -> Self:
-        """One for a fork, independent of this; its figures start at 0."""
-        return self
-
-    # In a file
-
-    def numbers(self, backend: BackendSession) -> Arrays | None:
-        """All that it knows, arrays by name, for a file (`runtime/session/saved.py`); None: it cannot be saved yet."""
-        return None
-
-    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
-        """Know again what `numbers` gave, in a new session whose buffers are the saved ones and whose rows hold
-        `lengths` [B] tokens. It may keep the arrays. Raises InputError.
-        """
-
-    def close(self, backend: BackendSession, lengths: Ints) -> None:
-        """The session ends; the backend session is still open."""
+    def mark(self, units: Any, question: Any, lengths: Any) -> bool:
+        """See `Session.mark`. Whether it was noted."""

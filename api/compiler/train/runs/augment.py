@@ -25,14 +25,14 @@ from accel.ir.program import Program, evaluate, operand
 from accel.ir.region import Entry, Region
 from accel.ir.state import state_of, writes_state
 from accel.passes import run
+from accel.passes.prefill._embedded import embedded, embedding_of
 from accel.passes.prefill.prune.cache_augment import (
     GAIN,
+    NAME,
     SOFT,
     CacheAugment,
     check,
     coprocessor,
-    embedded,
-    embedding_of,
     known_by,
     named,
     shapes,
@@ -55,7 +55,7 @@ class Augmented:
         steps = pipeline()
         run(self.program, steps[shared(steps) :], done=steps[: shared(steps)])
         self.fixed = {name: self.program.params[name] for name in self.program.params}
-        self.embedded, self.plain = embedded(self.program), coprocessor(self.program)
+        self.embedded, self.plain = embedded(self.program, NAME), coprocessor(self.program)
         self.second: Entry | None = None
 
     @property
@@ -88,7 +88,7 @@ class Augmented:
 
     def embeddings(self, tokens: Tensor) -> Tensor:
         """What the model reads of tokens [B,T]: [B,T,E]."""
-        node = embedding_of(self.program.step)
+        node = embedding_of(self.program.step, NAME)
         found: Tensor = evaluate([node], self.fixed, {"tokens": tokens})[0]
         return found
 

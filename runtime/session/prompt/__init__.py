@@ -1,0 +1,1 @@
+"""Other ways to run prompts: a file is an observer."""

@@ -1,0 +1,261 @@
+"""What one session does with a pool of blocks: begins behind a prefix that is known, leaves its own for others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Self
+
+import numpy as np
+
+from accel.ir.axis import host_method
+from accel.ir.errors import InputError
+from accel.ir.state import POSITIONS, CacheRegion, Part, name_of
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.rows import ByRow, copies
+from accel.runtime.session.observers.observer import (
+    CallWatcher,
+    ModelParts,
+    ObserverFactory,
+    PromptRunner,
+    SessionObserver,
+    Settled,
+)
+from accel.runtime.session.prompt._pool import ROOT, Arrays, Pool
+from accel.runtime.token_log import Log
+
+
+class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
+    """The blocks that each row's first tokens lie in; the tokens from `base` [B] on lie in its own slots.
+
+    Blocks are full and nobody writes them: a row that is rewound into one takes the tokens before into
+    its slots. `reused`: tokens that were not run again.
+    """
+
+    base: Annotated[Ints, ByRow(saved=False)]
+    log: Annotated[Log, ByRow(name="")]
+    _roots: Annotated[list[int], ByRow()]
+
+    order = 40
+
+    def __init__(self, pool: Pool, batch: int):
+        self.pool = pool
+        self.base = np.zeros(batch, np.int64)
+        self.log = Log(batch)
+        self.reused = 0
+        self._roots = [ROOT] * batch
+        self._rows: list[list[int]] = [[] for _ in range(batch)]
+        weakref.finalize(
+            self, _release, pool, self._rows
+        ).atexit = False  # of sessions never closed
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where the step reads blocks; all sessions of the model share one pool of them."""
+        pool = pool_of(model.tables, model.state, model.pool)
+        if pool is None:
+            return None
+        return ObserverFactory(lambda batch: cls(pool, batch), shared=lambda: pool.stats)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """See SessionObserver."""
+        return {"reused": self.reused}
+
+    def adapted(self, numbers: Sequence[int]) -> None:
+        """See SessionObserver. Rows of different adapters share no block."""
+        self._roots = [ROOT - number for number in numbers]
+
+    def copy(self) -> Self:
+        """Of a fork: it uses the same blocks."""
+        other = type(self)(self.pool, len(self._rows))
+        for mine, theirs in zip(self._rows, other._rows, strict=True):
+            self.pool.share(mine)
+            theirs.extend(mine)
+        vars(other).update(copies(self))
+        return other
+
+    def select(self, rows: Ints) -> None:
+        """See SessionObserver."""
+        found = [list(self._rows[row]) for row in rows]
+        for blocks in found:
+            self.pool.share(blocks)
+        _release(self.pool, self._rows)
+        self._rows[:] = found
+        super().select(rows)
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver. The blocks that its rows use, this one lets go of later."""
+        self._rows.extend(list(blocks) for blocks in other._rows)
+        other._rows.clear()
+        super().join(backend, other)
+        if self.base.any():
+            backend.put({**self.pool.arrays, name_of(Part.TABLE): _table(self._rows)})
+
+    def admit(
+        self, backend: BackendSession, tokens: Ints, counts: Ints | None, lengths: Ints
+    ) -> tuple[Ints, Ints | None, Ints] | None:
+        """See SessionObserver. What need not run are full blocks that are known, of rows that held nothing; the last
+        token is always left.
+        """
+        found = np.zeros_like(lengths)
+        counts = np.full(len(tokens), tokens.shape[1]) if counts is None else counts
+        blocks = [list(row) for row in self._rows]
+        for row in np.flatnonzero((lengths == 0) & (counts > 1)).tolist():
+            blocks[row] = self.pool.find(tokens[row, : counts[row] - 1], self._roots[row])
+            found[row] = len(blocks[row]) * self.pool.block
+        if not found.any():
+            return None
+        self._lay(backend, blocks, lengths)
+        columns = np.arange(int(found.max()))
+        self.log.note(tokens[:, : columns.size], np.where(columns < found[:, None], columns, -1))
+        self.reused += int(found.sum())
+        left = counts - found
+        places = np.minimum(found[:, None] + np.arange(int(left.max())), tokens.shape[1] - 1)
+        return np.take_along_axis(tokens, places, 1), left, found
+
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
+        """See SessionObserver."""
+        self.log.note(tokens, positions)
+
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
+        """When a prompt is whole, leave full blocks in the pool, as far as it has room."""
+        if moment != "prompt" or (blocks := self._filed(backend, lengths)) == self._rows:
+            return None
+        self._lay(backend, blocks, lengths)
+        return Settled(0)
+
+    def undo(self, backend: BackendSession, lengths: Ints) -> bool:
+        """See SessionObserver."""
+        return self._cut(backend, lengths)
+
+    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+        """See SessionObserver."""
+        return self._cut(backend, wanted)
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver. Blocks that several rows use are there once."""
+        used = sorted({block for row in self._rows for block in row})
+        table = _table([np.searchsorted(used, row).tolist() for row in self._rows])
+        held = {f"block/{name}": array[used] for name, array in self.pool.arrays.items()}
+        return {**super().numbers(backend), "table": table, **held}
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver. Blocks that the pool knows are used as they are."""
+        super().restore(backend, numbers, lengths)
+        size = self.pool.block
+        for row, blocks in enumerate(self._rows):
+            for place, which in enumerate(index for index in numbers["table"][row] if index >= 0):
+                ids = self.log.ids[row, place * size : (place + 1) * size]
+                parts = {name: numbers[f"block/{name}"][which] for name in self.pool.arrays}
+                found = self.pool.add(blocks[-1] if blocks else self._roots[row], ids, parts)
+                if found is None:
+                    _release(self.pool, self._rows)
+                    raise InputError(
+                        f"the pool of {self.pool.total} blocks has no room for the saved ones; close sessions, or "
+                        "build with more blocks"
+                    )
+                blocks.append(found)
+        self.base = np.array([len(row) * size for row in self._rows], np.int64)
+        if self.base.any():
+            backend.put({**self.pool.arrays, name_of(Part.TABLE): _table(self._rows)})
+
+    def _filed(self, backend: BackendSession, lengths: Ints) -> list[list[int]]:
+        """The blocks of each row, with those that were filled now; all are in use."""
+        size, buffers = self.pool.block, backend.buffers()
+        blocks = [list(row) for row in self._rows]
+        for row, mine in enumerate(blocks):
+            for start in range(int(self.base[row]), int(lengths[row]) - size + 1, size):
+                slots = slice(start - int(self.base[row]), start - int(self.base[row]) + size)
+                parts = {n: buffers[self.pool.own[n]][row][:, slots] for n in self.pool.arrays}
+                ids = self.log.ids[row, start : start + size]
+                block = self.pool.add(mine[-1] if mine else self._roots[row], ids, parts)
+                if block is None:
+                    break
+                mine.append(block)
+        return blocks
+
+    def _cut(self, backend: BackendSession, lengths: Ints) -> bool:
+        """Rows go back to `lengths` [B]; whether one of them ends within its blocks."""
+        if not (lengths < self.base).any():
+            return False
+        keep = [int(n) // self.pool.block for n in np.minimum(lengths, self.base)]
+        gone = [row[n:] for row, n in zip(self._rows, keep, strict=True)]
+        self._lay(backend, [row[:n] for row, n in zip(self._rows, keep, strict=True)], lengths)
+        for blocks in gone:
+            self.pool.release(blocks)
+        return True
+
+    def close(self, backend: BackendSession, lengths: Ints) -> None:
+        """Leave what is whole to others, and let go of all blocks."""
+        self._rows[:] = self._filed(backend, lengths)
+        _release(self.pool, self._rows)
+
+    def _lay(self, backend: BackendSession, blocks: Sequence[list[int]], lengths: Ints) -> None:
+        """Let each row's first tokens lie in these blocks, and those up to its length in slots."""
+        buffers, size = backend.buffers(), self.pool.block
+        base = np.array([len(row) * size for row in blocks], np.int64)
+        own = np.maximum(lengths - base, 0)
+        columns = np.arange(int(own.max(initial=0)))
+        new: Arrays = {POSITIONS: np.where(columns < own[:, None], base[:, None] + columns, -1)}
+        for name, pool in self.pool.arrays.items():
+            old = buffers.get(self.pool.own[name])
+            shape = (len(blocks), pool.shape[1], columns.size, *pool.shape[3:])
+            new[self.pool.own[name]] = np.zeros(shape, pool.dtype)
+            for row in np.flatnonzero(own).tolist():
+                assert old is not None
+                mine = _slots(pool, self._rows[row], old[row], int(base[row]), int(lengths[row]))
+                new[self.pool.own[name]][row, :, : own[row]] = mine
+        backend.put({**self.pool.arrays, **new, name_of(Part.TABLE): _table(blocks)})
+        for mine, ids in zip(self._rows, blocks, strict=True):
+            mine[:] = ids
+        self.base = base
+
+
+def _table(blocks: Sequence[Sequence[int]]) -> Ints:
+    """The blocks of each row [B,M]; -1: none."""
+    table = np.full((len(blocks), max(map(len, blocks))), -1, np.int64)
+    for row, ids in enumerate(blocks):
+        table[row, : len(ids)] = ids
+    return table
+
+
+def _slots(pool: Any, blocks: Sequence[int], own: Any, start: int, end: int) -> Any:
+    """What the tokens from `start` to `end` of one row have, [G,n,..]: of its blocks, then of its slots."""
+    size = pool.shape[2]
+    base = len(blocks) * size
+    parts = [own[:, max(start - base, 0) : max(end - base, 0)]]
+    if start < base:
+        first = start // size
+        stored = np.concatenate([pool[i] for i in blocks[first:]], axis=1)
+        parts.insert(0, stored[:, start - first * size : end - first * size])
+    return np.concatenate(parts, axis=1)
+
+
+def _release(pool: Pool, rows: Sequence[list[int]]) -> None:
+    for row in rows:
+        pool.release(row)
+        row.clear()
+
+
+def pool_of(
+    tables: Any, state: Sequence[Any], memory: Callable[[Sequence[int], str], Any]
+) -> Pool | None:
+    """The pool that a model's sessions share, where its step reads one. `memory`: see `Backend.pool`; on the host it is
+    taken as it fills.
+    """
+    parts = [v for v in state if v.pooled]
+    if not parts:
+        return None
+    method = host_method(tables, "kv.reuse", "paged-prefix")
+    try:
+        arrays = {v.name: memory((method.blocks, *v.shape[1:]), v.dtype) for v in parts}
+    except MemoryError as error:
+        raise InputError(
+            f"kv.reuse.paged-prefix: there is no memory for blocks = {method.blocks}, of {method.block} tokens each; "
+            "build with fewer"
+        ) from error
+    own = {v.name: replace(v, region=CacheRegion.RECENT).name for v in parts}
+    return Pool(method.block, arrays, own)

@@ -1,0 +1,1 @@
+"""What a session keeps of its rows beside the cache: a file is an observer."""

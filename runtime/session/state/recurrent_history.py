@@ -1,0 +1,198 @@
+"""Rewinding a state that only goes forward: the tokens of each row, and copies of the state to
+replay them from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.call import Arrays
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.rows import ByRow, PerRow, Whole
+from accel.runtime.session.observers.observer import (
+    CallWatcher,
+    Capabilities,
+    ModelParts,
+    ObserverFactory,
+    SessionObserver,
+)
+from accel.runtime.token_log import Log
+
+SNAPSHOTS = 8  # copies of the state that are kept
+EVERY = 256  # most single-token calls from one copy to the next
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass
+class _Saved:
+    """The state after `lengths` [B] tokens; _NEVER where a row has since taken another way."""
+
+    lengths: Ints
+    state: Any
+    pinned: bool = False  # what came before cannot be run again, so it goes last
+    rows: Ints | None = None  # which of its rows are those of the session [B]; None: its own
+
+    @property
+    def now(self) -> Any:
+        """The state of the session's rows."""
+        return (
+            self.state
+            if self.rows is None
+            else {name: array[self.rows] for name, array in self.state.items()}
+        )
+
+
+class RecurrentHistory(SessionObserver, CallWatcher):
+    """What a session knows of the tokens behind its recurrent state.
+
+    A copy of the state is taken before and after each call of several tokens and every EVERY single
+    tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
+    """
+
+    _log: Annotated[Log, ByRow(name="")]
+    _taken: PerRow  # tokens that the state has taken in
+    _single: Annotated[int, Whole()]  # calls of one token since the last copy
+    _wide: Annotated[bool, Whole()]  # whether the last call was one of several tokens
+
+    order = 10  # a state that went forward has gone, whatever another does after the step
+    capabilities = Capabilities(free_rewind=False, trees=False)
+
+    def __init__(self, batch: int):
+        self._log = Log(batch)
+        self._taken = np.zeros(batch, np.int64)
+        self._saved: list[_Saved] = []
+        self._single, self._wide = 0, False
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where part of the state only goes forward."""
+        recurrent = any(value.role == "recurrent" for value in model.state)
+        return ObserverFactory(cls) if recurrent else None
+
+    def catch_up(self, backend: BackendSession, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
+        """Take rows that hold more than `lengths` tokens back to a copy of the state.
+
+        Returns the tokens to run again: ids [B,T], how many of each row [B] and where they start
+        [B]; None where there are none.
+        """
+        if np.array_equal(self._taken, lengths):
+            return None
+        for saved in self._saved:
+            saved.lengths[saved.lengths > lengths] = _NEVER
+        self._saved = [s for s in self._saved if int(s.lengths.min()) < _NEVER]
+        back = self._taken > lengths
+        for saved in reversed(self._saved):
+            rows = back & (saved.lengths < _NEVER)
+            if rows.any():
+                backend.restore(saved.now, rows)
+                self._taken[rows] = saved.lengths[rows]
+                back &= ~rows
+        if back.any():
+            backend.restore(None, back)
+            self._taken[back] = 0
+        missing = lengths - self._taken
+        if not missing.any():
+            return None
+        columns = np.arange(int(missing.max()))
+        places = np.minimum(self._taken[:, None] + columns, self._log.ids.shape[1] - 1)
+        return np.take_along_axis(self._log.ids, places, 1), missing, self._taken.copy()
+
+    def before(self, backend: BackendSession, width: int) -> Collection[str]:
+        """Copy the state where it is due, before a call of `width` columns."""
+        due = width > 1 or self._wide or self._single >= EVERY
+        self._wide = width > 1
+        self._single = 0 if due else self._single + 1
+        known = self._saved and np.array_equal(self._saved[-1].lengths, self._taken)
+        if not due or known or not self._taken.any():
+            return ()
+        self._saved.append(_Saved(self._taken.copy(), backend.snapshot()))
+        if len(self._saved) > SNAPSHOTS:
+            ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
+            gaps = {
+                i: ends[i + 1] - (ends[i - 1] if i else 0)
+                for i in range(SNAPSHOTS)
+                if not self._saved[i].pinned
+            }
+            del self._saved[min(gaps, key=gaps.__getitem__)]
+        return ()
+
+    def pin(self, backend: BackendSession) -> None:
+        """Nothing before what is held now will be run again: rows go back to here, or to nothing."""
+        self._saved = [_Saved(self._taken.copy(), backend.snapshot(), pinned=True)]
+
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
+        """Note what a call [B,T] added to the state; position -1 is padding."""
+        self._log.note(tokens, positions)
+        self._taken += (positions >= 0).sum(1)
+
+    def select(self, rows: Ints) -> None:
+        """See SessionObserver. The copies of the state stay as they are until a row goes back to one."""
+        super().select(rows)
+        for saved in self._saved:
+            saved.lengths = saved.lengths[rows]
+            saved.rows = rows if saved.rows is None else saved.rows[rows]
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver. Copies of the state go, but for what cannot be run again: a rewind runs all tokens of a
+        row again behind it, or goes back to a later copy.
+        """
+        self._saved = _both(self._pinned, self._taken.size, other._pinned, other._taken.size)
+        super().join(backend, other)
+        self._wide = True  # a copy is due before the next call
+
+    @property
+    def _pinned(self) -> _Saved | None:
+        return next((saved for saved in self._saved if saved.pinned), None)
+
+    def copy(self) -> Self:
+        """See SessionObserver. The copies of the state, which nobody writes, are shared."""
+        other = super().copy()
+        other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned, s.rows) for s in self._saved]
+        return other
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver. With the copies of the state, so that a rewind costs what it did."""
+        found = super().numbers(backend)
+        found["pinned"] = np.array([saved.pinned for saved in self._saved], np.bool_)
+        for i, saved in enumerate(self._saved):
+            found[f"{i}/lengths"] = saved.lengths
+            found |= {f"{i}/state/{name}": _array(value) for name, value in saved.now.items()}
+        return found
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        super().restore(backend, numbers, lengths)
+        self._saved = []
+        for i, pinned in enumerate(numbers["pinned"].tolist()):
+            start = f"{i}/state/"
+            state = {n[len(start) :]: a for n, a in numbers.items() if n.startswith(start)}
+            self._saved.append(_Saved(numbers[f"{i}/lengths"], state, pinned))
+
+
+def _both(first: _Saved | None, mine: int, second: _Saved | None, its: int) -> list[_Saved]:
+    """The pinned copies of two sessions, of `mine` and `its` rows, as one of all; none where neither has one."""
+    lengths, rows, states, start = list[Ints](), list[Ints](), list[Any](), 0
+    for saved, count in ((first, mine), (second, its)):
+        if saved is None:
+            lengths.append(np.full(count, _NEVER))
+            rows.append(np.zeros(count, np.int64))  # any, since none goes back to it
+        else:
+            lengths.append(saved.lengths)
+            rows.append(start + np.arange(count))
+            states.append(saved.now)
+            start += count
+    if not states:
+        return []
+    state = {name: np.concatenate([_array(one[name]) for one in states]) for name in states[0]}
+    return [_Saved(np.concatenate(lengths), state, True, np.concatenate(rows))]
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    """A value of a snapshot, which may lie on a device."""
+    return np.asarray(value.cpu() if hasattr(value, "cpu") else value)
