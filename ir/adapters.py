@@ -47,8 +47,9 @@ class AdapterFacts:
         for name in self.ranks:
             if not NAME.fullmatch(name):
                 raise f.wrong(f"ranks.{name}", name, "the name of an adapter")
-        if self.bytes.keys() != self.ranks.keys():
-            raise f.wrong("bytes", sorted(self.bytes), f"those of {', '.join(sorted(self.ranks))}")
+        for name in self.ranks:
+            if name not in self.bytes:
+                raise f.wrong("bytes", sorted(self.bytes), f"a number for {name}, too")
 
     def shapes(self) -> dict[str, list[int | str]]:
         """The inputs of a step by name, with R and B as graphs have them."""
