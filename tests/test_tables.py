@@ -151,8 +151,7 @@ def test_a_budget_names_its_table_on_the_host_and_in_the_graph(stateful, tmp_pat
     Compress(KNorm(), Shares(str(file)), Drop()).run(program)
     facts = program.facts
     assert facts.kv.tables[1] == {"share": (0.375, 0.625)}
-    told = [{n: np.array(v) for n, v in one.items()} for one in facts.kv.tables]
-    plan = KvPlan(Shares(), Prompt(), {0: 2, 1: 2}, 0, False, tables=told)
+    plan = KvPlan(Shares(), Prompt(), facts.kv, {0: 2, 1: 2})
     state = EvictionState(plan, 1)
     inputs = state.compress_inputs(np.array([40]), {0: 40, 1: 40}, {0: 0, 1: 0})
     assert (inputs["keep.0"], inputs["keep.1"]) == (15, 20)

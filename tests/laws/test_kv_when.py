@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import RecipeError
+from accel.ir.kv import KvFacts
 from accel.runtime.kv.when import MOMENTS, Base
 from accel.runtime.session.state._kv_plan import KvPlan
 from accel.runtime.session.state.eviction import EvictionState
@@ -47,7 +48,7 @@ def test_the_law_catches():
 def test_a_keeper_holds_no_more_than_it_says(name, budget):
     """Numbers alone: a long conversation of two rows, in parts of 32."""
     size = {} if AXES["budget"].method(budget).adaptive else {"tokens_kept": 20}
-    plan = KvPlan(build("budget", budget, **size), build("when", name), {0: 2, 3: 2}, 0, False)
+    plan = KvPlan(build("budget", budget, **size), build("when", name), KvFacts(), {0: 2, 3: 2})
     eviction, lengths = EvictionState(plan, 2), np.zeros(2, np.int64)
     for new in (100, 1, 1, 40, *[1] * 60):
         for part in range(0, new, 32):
@@ -74,7 +75,7 @@ def step(eviction, moment, lengths):
 
 def test_a_row_that_starts_anew_owes_nothing():
     plan = KvPlan(
-        build("budget", "uniform", tokens_kept=4), build("when", "prompt"), {0: 2}, 0, False
+        build("budget", "uniform", tokens_kept=4), build("when", "prompt"), KvFacts(), {0: 2}
     )
     eviction = EvictionState(plan, 2)
     step(eviction, "prompt", np.array([9, 3]))
@@ -95,9 +96,8 @@ def test_full_counts_what_was_kept():
     plan = KvPlan(
         build("budget", "uniform", tokens_kept=12),
         build("when", "full", tokens=30),
+        KvFacts(),
         {0: 2},
-        0,
-        False,
     )
     eviction, due = EvictionState(plan, 1), []
     for length in range(1, 70):

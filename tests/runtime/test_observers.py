@@ -7,6 +7,7 @@ import pytest
 
 from accel.ir.errors import AccelError, InputError
 from accel.ir.facts import Facts
+from accel.ir.kv import KvFacts
 from accel.ir.prefill import Pick
 from accel.runtime.call import Outputs
 from accel.runtime.kv.budget.uniform import Uniform
@@ -263,7 +264,7 @@ def compressed_and_pruned():
     """A session that no build makes, of rows of 9 tokens, and what its observers know: the first 2 are compressed,
     and the first 4 were pruned.
     """
-    plan = KvPlan(Uniform(tokens_kept=4), Prompt(), {0: 1}, 2, False)
+    plan = KvPlan(Uniform(tokens_kept=4), Prompt(), KvFacts(observe=2), {0: 1})
     eviction, pruning = EvictionState(plan, 2), PromptPruning((Pick(2, 0, 1),), 2)
     live = session(Counts(), eviction, pruning)
     eviction.base, eviction._query_positions = np.array([2, 2]), {0: np.array([[7, 8], [7, 8]])}

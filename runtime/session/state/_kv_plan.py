@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import host_method
-from accel.ir.state import Part
+from accel.ir.kv import KvFacts
+from accel.ir.state import Part, StateValue
 from accel.runtime.backends.buffers import kept_heads, stages_of
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
@@ -20,33 +21,32 @@ from accel.runtime.kv.when import Base as When
 
 @dataclass(frozen=True)
 class KvPlan:
-    """How the cache is compressed: out of a recipe, by `kv_plan`.
+    """How the cache is compressed: the recipe's `budget` and `when`, the facts that its build left, and what the layout
+    of the state says.
 
-    heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
-    queries leave a mark that cannot be taken back. flush, sinks: where nothing is dropped, tokens of a block, and
-    those before all blocks (`runtime/session/state/block_codec.py`).
-    lookahead, repeats: see `KvFacts`. mass: names of the state that
-    scores add up. tables: the budget's constants, by name, of each layer. marks, moves: see `KvFacts`.
-    stages: how many stages of prompt pruning are before each layer. ragged: layers whose heads keep unequal numbers.
-    notes: whether a score notes something of each token.
+    heads: KV heads of each layer that is compressed. mass: names of the state that scores add up. stages: how many
+    stages of prompt pruning are before each layer. ragged: layers whose heads keep unequal numbers. notes: whether a
+    score notes something of each token.
     """
 
     budget: Budget
     when: When
+    facts: KvFacts
     heads: dict[int, int]
-    observe: int
-    counts: bool
-    flush: int = 0
-    lookahead: int = 0
-    repeats: bool = False
     mass: Sequence[str] = ()
-    tables: Sequence[Mapping[str, npt.NDArray[Any]]] = ()
     stages: Mapping[int, int] = field(default_factory=dict)
-    marks: Sequence[str] = ()
-    moves: bool = False
-    sinks: int = 0
     ragged: frozenset[int] = frozenset()
     notes: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether queries leave a mark that cannot be taken back."""
+        return bool(self.mass)
+
+    @cached_property
+    def tables(self) -> list[dict[str, npt.NDArray[Any]]]:
+        """The budget's constants, by name, of each layer."""
+        return [{n: np.array(values) for n, values in one.items()} for one in self.facts.tables]
 
     def tokens(self, seen: int, layer: int, prompt: int) -> int:
         """Tokens that a head of the layer, one of `heads` in their order, keeps on average, where `prompt` of those
@@ -74,25 +74,19 @@ def _by_prompt(budget: type[Budget]) -> bool:
     return "prompt" in inspect.signature(budget.tokens).parameters
 
 
-def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan | None:
-    """None where the recipe keeps everything. `kv`: the facts that the build left, `state` its layout."""
-    if kv is None:
+def kv_plan(
+    tables: Mapping[str, Any], facts: KvFacts | None, state: Sequence[StateValue]
+) -> KvPlan | None:
+    """None where the recipe keeps everything. `state`: its layout."""
+    if facts is None:
         return None
     return KvPlan(
         host_method(tables, "kv.budget", "uniform"),
         host_method(tables, "kv.when", "prompt"),
+        facts,
         kept_heads(state),
-        kv.observe,
-        any(s.part is Part.MASS for s in state),
-        kv.flush,
-        kv.lookahead,
-        kv.repeats,
         [s.name for s in state if s.part is Part.MASS],
-        [{name: np.array(values) for name, values in one.items()} for one in kv.tables],
         stages_of(state),
-        kv.marks,
-        kv.moves,
-        kv.sinks,
-        frozenset(s.layer for s in state if s.ragged),
+        frozenset(s.layer for s in state if s.ragged and s.layer is not None),
         any(s.part is Part.NOTE for s in state),
     )

@@ -82,7 +82,7 @@ class EvictionState(SessionObserver, CallWatcher):
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Where the recipe drops tokens."""
         plan = kv_plan(model.tables, model.facts.kv, model.state)
-        return None if plan is None or plan.flush else ObserverFactory(lambda n: cls(plan, n))
+        return None if plan is None or plan.facts.flush else ObserverFactory(lambda n: cls(plan, n))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -115,13 +115,13 @@ class EvictionState(SessionObserver, CallWatcher):
         self._calm = np.where(begins, 0, self._calm)  # a prompt may have a budget of its own
         self._marks = marks
         asked = marks.question - call.before
-        if "question" in self.plan.marks and (asked >= 0).any():
+        if "question" in self.plan.facts.marks and (asked >= 0).any():
             counts = call.after - call.before
             self._question = Question(call.tokens, np.maximum(asked, -1), counts, call.after)
 
     def mark(self, units: Any, question: Any, lengths: Any) -> bool:
         """See SessionObserver."""
-        if not {"units", "question"}.intersection(self.plan.marks):
+        if not {"units", "question"}.intersection(self.plan.facts.marks):
             return False
         self._marks = self._marks.coming(units, question, lengths)
         return True
@@ -141,10 +141,10 @@ class EvictionState(SessionObserver, CallWatcher):
 
     def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """See SessionObserver."""
-        if self.plan.lookahead:
+        if self.plan.facts.lookahead:
             self._last = last_tokens(self._last, tokens, positions)
         asked = np.where(self._marks.running[:, None], positions, -1)  # those of prompts
-        if self.plan.repeats and (asked >= 0).any():
+        if self.plan.facts.repeats and (asked >= 0).any():
             self._prompt = self._prompt.add(tokens, asked)
         if extra and self._observes():
             queries = {name: extra[name] for name in self._names if name in extra}
@@ -158,10 +158,10 @@ class EvictionState(SessionObserver, CallWatcher):
         if moment == "part":
             self._ask(calls, lengths)
             return
-        if self.plan.repeats:
+        if self.plan.facts.repeats:
             blank(calls, self.plan.mass)
             repeat(calls, self._prompt)
-        if self.plan.lookahead:
+        if self.plan.facts.lookahead:
             self._guess(calls)
 
     def _ask(self, calls: Calls, lengths: Ints) -> None:
@@ -185,7 +185,7 @@ class EvictionState(SessionObserver, CallWatcher):
             other.rewind(lengths - new)
             logits = other.run(self._last[:, None], new, True)
             other.end_prompt()
-            for _ in range(min(self.plan.lookahead, calls.max_context - int(lengths.max()))):
+            for _ in range(min(self.plan.facts.lookahead, calls.max_context - int(lengths.max()))):
                 logits = other.run(logits[:, 0].argmax(-1)[:, None], new, True)
             calls.count(other.calls, other.tokens, start)
             self._queries, self._query_positions = mine._queries, mine._query_positions
@@ -201,12 +201,12 @@ class EvictionState(SessionObserver, CallWatcher):
             self._unheard(lengths)  # the queries of what ran behind have done their part
         if moment == "prompt":
             self.end_prompt(lengths)
-        return Settled(1, self.base.copy() if self.plan.moves else None) if due else None
+        return Settled(1, self.base.copy() if self.plan.facts.moves else None) if due else None
 
     def _observes(self) -> bool:
         """Whether the queries of a call are needed."""
         asked = self.plan.when.single or self._guesses or bool(self._marks.running.any())
-        return asked and self.plan.observe > 0
+        return asked and self.plan.facts.observe > 0
 
     def end_prompt(self, lengths: Ints) -> None:
         """Single tokens from here on are generated ones, but those of rows that hold nothing yet."""
@@ -243,8 +243,8 @@ class EvictionState(SessionObserver, CallWatcher):
                 inputs[held_of(layer)] = np.arange(kept[layer])
                 room = self.plan.room(average, i, heads, slots)
                 inputs[room_of(layer)] = np.arange(max(1, room))
-        inputs |= self._marks.inputs(self.plan.marks, lengths)
-        if self.plan.observe:
+        inputs |= self._marks.inputs(self.plan.facts.marks, lengths)
+        if self.plan.facts.observe:
             width = max(where.shape[1] for where in self._query_positions.values())
             for stage, where in self._query_positions.items():
                 short = width - where.shape[1]
@@ -260,9 +260,9 @@ class EvictionState(SessionObserver, CallWatcher):
     def compressed(self, lengths: Ints) -> None:
         """All tokens so far were looked at."""
         self._kept = np.minimum(self._tokens(lengths), self._kept + lengths - self.base)
-        self.base = self._kept[0].copy() if self.plan.moves else lengths.copy()
+        self.base = self._kept[0].copy() if self.plan.facts.moves else lengths.copy()
         self._calm = np.zeros_like(lengths)
-        if self.plan.moves:  # queries before were rotated for other positions
+        if self.plan.facts.moves:  # queries before were rotated for other positions
             gone = (self.base < lengths)[:, None]
             self._query_positions = {
                 n: np.where(gone, -1, where) for n, where in self._query_positions.items()
@@ -326,7 +326,7 @@ class EvictionState(SessionObserver, CallWatcher):
             if not names:
                 continue
             both = np.concatenate([before, positions], axis=1)
-            last = np.argsort(both, axis=1, kind="stable")[:, -self.plan.observe :]
+            last = np.argsort(both, axis=1, kind="stable")[:, -self.plan.facts.observe :]
             for name in names:
                 new = queries[name]
                 joined = np.concatenate([self._queries.get(name, new[:, :0]), new], axis=1)
