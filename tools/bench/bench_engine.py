@@ -84,7 +84,8 @@ def iterations(model: CompiledModel, rows: int, prompt: int, new: int) -> dict[s
 
             engine._batcher.iterate = iteration  # type: ignore[method-assign]
             prompts = draw.integers(3, model.facts.vocab_size, (rows, prompt))
-            tickets = [engine.submit(Request(one, params)) for one in prompts]
+            with engine._queue.changed:  # iterations begin when all are there
+                tickets = [engine.submit(Request(one, params)) for one in prompts]
             for ticket in tickets:
                 list(ticket)
     finally:
