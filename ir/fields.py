@@ -74,16 +74,6 @@ class Fields:
         items = enumerate(self.array(key))
         return tuple(self._typed(v, str, "a string", f"{self.name(key)}[{i}]") for i, v in items)
 
-    def integers(self, key: str) -> tuple[int, ...]:
-        """A list of ints of at least 0."""
-        items = Fields({str(i): v for i, v in enumerate(self.array(key))}, self.name(key))
-        return tuple(items.integer(i) for i in items.value)
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of ints and floats."""
-        items = Fields({str(i): v for i, v in enumerate(self.array(key))}, self.name(key))
-        return tuple(items.number(i) for i in items.value)
-
     def object(self, key: str) -> Fields:
         """An object within."""
         return Fields(self._get(key), self.name(key))

@@ -42,7 +42,7 @@ class ByRow:
 
 
 @dataclass(frozen=True)
-class Whole:
+class PerSession:
     """Of an attribute that is one bool or int for all rows."""
 
 
@@ -167,7 +167,7 @@ def declared(kind: Any) -> tuple[dict[str, ByRow], list[str]]:
     hints = get_type_hints(kind, include_extras=True).items()
     told = {n: get_args(hint)[1] for n, hint in hints if get_origin(hint) is Annotated}
     rows = {name: how for name, how in told.items() if isinstance(how, ByRow)}
-    return rows, [name for name, how in told.items() if isinstance(how, Whole)]
+    return rows, [name for name, how in told.items() if isinstance(how, PerSession)]
 
 
 def _saved(owner: Any) -> dict[str, ByRow]:

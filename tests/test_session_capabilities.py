@@ -13,6 +13,7 @@ from accel.passes.trained import Trained
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.loop.speculative import reach
 from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.rows import by_row
 from accel.runtime.session import core
 from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.state.block_codec import BlockCodecState
@@ -115,14 +116,16 @@ def prompted(stateful):
             tables, _ = CASES[name]
             if name == "mamba":
                 program = stateful(name)
-                made[name] = CompiledModel(EagerBackend(program), program.facts).session()
+                model = CompiledModel(EagerBackend(program), program.facts)
             elif name == "falcon_h1":
-                made[name] = evicting(stateful(name), tables).session()
+                model = evicting(stateful(name), tables)
             else:
-                made[name] = built("llama", tables=tables).session()
+                model = built("llama", tables=tables)
+            get.models[name], made[name] = model, model.session()
             made[name].prompt(TOKENS[:, :PROMPT])
         return made[name]
 
+    get.models = {}
     return get
 
 
@@ -237,9 +240,19 @@ def test_a_session_does_what_it_says(prompted, name):
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_session_knows_of_its_rows_is_declared(prompted, name):
     session = prompted(name).fork()
+    opened = [factory.open(7) for factory in prompted.models[name]._sessions.observers]
     session.select([0] * 7)  # nothing else has this size
     session.run(np.repeat(TOKENS[:, PROMPT : PROMPT + 1], 7, 0))
-    assert not [(type(one), hidden(one, 7)) for one in session._core.observers if hidden(one, 7)]
+    observers = [*opened, *session._core.observers]
+    assert not [(type(one), hidden(one, 7)) for one in observers if hidden(one, 7)]
+
+
+def test_rows_that_are_not_declared_are_caught(prompted, monkeypatch):
+    """Negative control."""
+    prompted("snapkv")
+    monkeypatch.delitem(by_row(EvictionState), "_last")
+    (factory,) = (f for f in prompted.models["snapkv"]._sessions.observers if f is not None)
+    assert hidden(factory.open(7), 7) == ["_last"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -38,7 +38,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Work:
+class Steps:
     """What the build does beside."""
 
     verify: Annotated[
@@ -92,7 +92,7 @@ def build(
     ],
     recipe: options.Recipes = None,
     target: Target,
-    work: Work,
+    work: Steps,
     trust_remote_code: options.TrustRemoteCode = False,
     download: options.Download = False,
     dump: Annotated[

@@ -36,7 +36,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Share:
+class Workers:
     """How the work is shared out."""
 
     actors: Annotated[
@@ -52,7 +52,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Picks:
+class SamplingOptions:
     """How tokens are picked, and where texts end."""
 
     max_new_tokens: options.MaxNewTokens = 64
@@ -77,8 +77,8 @@ def map(
     ],
     *,
     columns: Columns,
-    share: Share,
-    picks: Picks,
+    share: Workers,
+    picks: SamplingOptions,
 ) -> None:
     """Continue the prompt of each row of a file.
 

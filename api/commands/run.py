@@ -38,7 +38,7 @@ Examples:
 
 
 @dataclass(frozen=True)
-class Given:
+class PromptOptions:
     """What is continued, and kept."""
 
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt text.")] = None
@@ -82,7 +82,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Ends:
+class StopOptions:
     """Where a text ends."""
 
     stop: options.Stop = None
@@ -101,7 +101,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class More:
+class OutputOptions:
     """What is given beside one text."""
 
     samples: Annotated[
@@ -118,7 +118,7 @@ class More:
 
 
 @dataclass(frozen=True)
-class Structure:
+class StructureOptions:
     """What the text is to follow."""
 
     json_schema: Annotated[
@@ -150,13 +150,13 @@ def run(
         ),
     ],
     *,
-    given: Given,
+    given: PromptOptions,
     adapter: options.Adapter = None,
     max_new_tokens: options.MaxNewTokens = 64,
     sampling: options.Sampling,
-    ends: Ends,
-    more: More,
-    structure: Structure,
+    ends: StopOptions,
+    more: OutputOptions,
+    structure: StructureOptions,
     loading: options.Loading,
     building: options.Building,
     as_json: options.Json = False,

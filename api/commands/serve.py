@@ -41,7 +41,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class RequestLimits:
     """What clients may ask for."""
 
     max_batch: Annotated[
@@ -83,7 +83,7 @@ def serve(
     ],
     *,
     address: Address,
-    bounds: Bounds,
+    bounds: RequestLimits,
     chat_template: options.ChatTemplate = None,
     loading: options.Loading,
 ) -> None:

@@ -42,7 +42,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Effort:
+class TrainingOptions:
     """How long and on how much it learns."""
 
     minutes: Annotated[float, typer.Option(metavar="N", help="Training time of all sessions.")] = (
@@ -109,7 +109,7 @@ def train(
         ),
     ] = None,
     sources: Sources,
-    effort: Effort,
+    effort: TrainingOptions,
     tokenizer: options.Tokenizer = None,
     trust_remote_code: options.TrustRemoteCode = False,
     download: options.Download = False,

@@ -301,4 +301,4 @@ class EagerSession:
 def outputs(out: Mapping[str, Tensor], want: Collection[str]) -> Outputs:
     """What a step gives, on the host: logits, and those of its other outputs that are wanted."""
     logits: Logits = out[LOGITS].float().cpu().numpy().copy()
-    return Outputs(logits, {name: out[name].cpu().numpy() for name in want})
+    return Outputs(logits, {name: out[name].float().cpu().numpy() for name in want})

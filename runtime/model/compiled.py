@@ -42,8 +42,8 @@ from accel.runtime.model.output import Output
 from accel.runtime.model.requests import (
     RequestOptions,
     Sources,
-    asked,
     check_one_each,
+    parse_options,
     prompt_behind,
     samples_of,
     sources_of,
@@ -136,7 +136,7 @@ class CompiledModel:
         Raises:
             InputError: a prompt or an option is out of range.
         """
-        params, given = asked(options, max_new_tokens, self.facts)
+        params, given = parse_options(options, max_new_tokens, self.facts)
         prompts = without_messages(prompts, self.tokenizer, given.chat_template_kwargs)
         sources, prompts = sources_of(given.encoder_input, prompts, self.facts, self.tokenizer)
         samples = self._samples(prompts, params)
@@ -173,7 +173,7 @@ class CompiledModel:
         run again, and its adapter is used. It holds the new tokens afterwards and stays open: give a `fork()` to keep
         it as it is.
         """
-        params, given = asked(options, max_new_tokens, self.facts)
+        params, given = parse_options(options, max_new_tokens, self.facts)
         text = is_text(prompt) or (
             isinstance(prompt, (list, tuple))
             and any(is_text(one) or is_conversation(one) for one in prompt[:1])

@@ -41,7 +41,7 @@ class RequestOptions(SamplingOptions, total=False):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptOptions:
     """Those of them that say no more than the prompt: see `CompiledModel.generate`."""
 
     encoder_input: Any = None
@@ -50,9 +50,9 @@ class Asked:
     judge: JudgeFunction | None = None
 
 
-def asked(
+def parse_options(
     options: RequestOptions, max_new_tokens: int, facts: Facts
-) -> tuple[SamplingParams, Asked]:
+) -> tuple[SamplingParams, PromptOptions]:
     """How tokens are picked and where they end, and the rest. Raises InputError, also for an unknown option."""
     said: dict[str, Any] = dict(options)
     for name in said:
@@ -60,8 +60,8 @@ def asked(
             raise InputError(
                 unknown("option", name, ["max_new_tokens", *RequestOptions.__annotations__])
             )
-    own = {f.name for f in fields(Asked)}
-    given = Asked(**{name: value for name, value in said.items() if name in own})
+    own = {f.name for f in fields(PromptOptions)}
+    given = PromptOptions(**{name: value for name, value in said.items() if name in own})
     rest = {name: value for name, value in said.items() if name not in own}
     return sampling_params(facts, max_new_tokens, rest), given
 

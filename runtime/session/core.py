@@ -86,7 +86,7 @@ class SessionCore:
         self.runners = of_kind(self.observers, PromptRunner)
         self._listeners: tuple[CallWatcher, ...] = ()  # which are a caller's
         self._hearing = self.watchers  # of the steps of a call
-        self._of_tree = _NOTHING  # what the last tree's step gave for listeners
+        self._tree_extra = _NOTHING  # what the last tree's step gave for listeners
         self._stays = not any(one.moves_slots for one in self.watchers)
         self._controls = {name for one in self.watchers for name in one.controls}
 
@@ -167,6 +167,8 @@ class SessionCore:
         controls: Mapping[str, Any],
     ) -> Outputs:
         """See `Session.step`."""
+        if not want:
+            return Outputs(self.run(tokens, lengths, last_only, controls), {})
         check_names("output", want, self.backend.extra)
         before, extra = self.lengths, Extra(want, self.batch, last_only)
         ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
@@ -175,7 +177,7 @@ class SessionCore:
             logits = self.run(ids, counts, last_only, controls)
         finally:
             self._hearing = (*self.watchers, *self._listeners)
-        if want and extra.missed(np.full(self.batch, ids.shape[1]) if counts is None else counts):
+        if extra.missed(np.full(self.batch, ids.shape[1]) if counts is None else counts):
             self.back(before)
             raise InputError(
                 f"{', '.join(want)}: this model's recipe runs tokens of the call without its step, which gives them; "
@@ -398,10 +400,10 @@ class SessionCore:
         for one in self.watchers:
             one.after(tokens, positions, _NOTHING)
         rows = np.arange(self.batch)[:, None]
-        kept = {name: array[rows, columns] for name, array in self._of_tree.items()}
+        kept = {name: array[rows, columns] for name, array in self._tree_extra.items()}
         for one in self._listeners:
             one.after(tokens, positions, kept)
-        self._of_tree = _NOTHING
+        self._tree_extra = _NOTHING
         self.lengths = after
         self.lengths = self._settle("call", after, self.watchers)
 
@@ -443,7 +445,7 @@ class SessionCore:
             out = backend.step(tokens, positions, slots, rows, want, tree)
             logits, extra = out.logits, out.extra
         if tree is not None:
-            self._of_tree = extra
+            self._tree_extra = extra
         for one in listeners:
             one.after(tokens, positions, extra)
         self.count(1, real, start)

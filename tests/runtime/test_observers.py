@@ -148,6 +148,30 @@ def test_outputs_are_given_by_name_in_the_order_of_the_tokens():
     assert live.step(IDS).extra == {} and live.extra == ("queries.0", "hidden.1")
 
 
+def test_a_listener_hears_of_a_tree_what_is_kept():
+    class Listens(CallWatcher):
+        def before(self, backend, width):
+            return ["hidden.1"]
+
+        def after(self, tokens, positions, extra):
+            heard.append((positions[0].tolist(), extra["hidden.1"][0, :, 0].tolist()))
+
+    heard, backend, listener = [], Counts(), Listens()
+    backend.trees, backend.part = True, lambda entry, inputs: {}
+    live = session(backend)
+    live.run([[1, 2], [3, 4]])
+    live.listen(listener)
+    seen = np.tril(np.ones((3, 3), bool))
+    seen[2, 1] = False  # two branches behind the first token
+    live.guess([[5, 6, 7], [5, 6, 7]], np.stack([seen, seen]))
+    assert not heard, "nothing is kept yet"
+    live.keep([[0, 2], [0]])
+    assert heard == [([2, 3], [5.0, 7.0])]
+    live.unlisten(listener)
+    live.run(IDS)
+    assert len(heard) == 1 and live.fork()._core.listeners == ()
+
+
 def test_an_output_or_a_control_that_nobody_has_is_refused_by_name():
     live, _, book = diaries(Counts(), "a", "b")
     for call, words in (

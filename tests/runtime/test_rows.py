@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from accel.runtime.call import Arrays, Call
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.rows import ByRow, PerRow, Rows, Whole, by_row
+from accel.runtime.rows import ByRow, PerRow, PerSession, Rows, by_row
 
 
 def growing(before: Ints, after: Ints) -> Call:
@@ -37,7 +37,7 @@ class Everything(Rows):
     pairs: Annotated[tuple[int, ...], ByRow()]
     inner: Annotated[Inner, ByRow(name="in.")]
     once: Annotated[Ints, ByRow(saved=False)]
-    single: Annotated[int, Whole()]
+    single: Annotated[int, PerSession()]
     other: str = "not by row"
 
 

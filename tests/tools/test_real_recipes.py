@@ -94,3 +94,14 @@ def test_a_model_is_measured(smollm2, tmp_path):
     assert found.keys() == {"base", "streaming-llm"}
     assert 0 < found["streaming-llm"]["kl prose"] and found["base"]["keys"] == HIDDEN
     assert page(list(found.values()))
+
+
+def test_options_of_a_case_are_set_as_in_toml():
+    case = real_recipes.changed(
+        swept("snapkv")[0], ["kv.score.window=16", 'kv.score.pooling="max"']
+    )
+    assert case.tables["kv.score"] == {"use": "snapkv", "window": 16, "pooling": "max"}
+    assert "window" not in swept("snapkv")[0].tables["kv.score"], "the recipe is as it was"
+    for wrong in ("kv.score.window", "kv.codec.bits=4", "kv.score.pooling=max"):
+        with pytest.raises(InputError, match=f"--set {wrong}: "):
+            real_recipes.changed(swept("snapkv")[0], [wrong])

@@ -3,6 +3,8 @@
     python tools/pages/real_recipes.py MODEL                 measure what is missing, then write the page
     python tools/pages/real_recipes.py MODEL --only snapkv   some
     python tools/pages/real_recipes.py MODEL --train         tables first, for what lacked one
+    python tools/pages/real_recipes.py MODEL --only snapkv --set kv.score.window=16     with another option: printed,
+                                                             not on the page
     python tools/pages/real_recipes.py --write               only write the page
 
 MODEL is captured once. Each recipe is built as `accel-compile build` does, at the first value that the leaderboard
@@ -25,8 +27,9 @@ import shutil
 import sys
 import tempfile
 import time
+import tomllib
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -244,6 +247,21 @@ def page(found: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def changed(case: Case, options: list[str]) -> Case:
+    """A case with other options, AXIS.OPTION=VALUE, the value as in TOML. Raises InputError."""
+    tables = {axis: dict(table) for axis, table in case.tables.items()}
+    for one in options:
+        where, equals, value = one.partition("=")
+        axis, _, option = where.rpartition(".")
+        if not equals or axis not in tables:
+            raise InputError(f"--set {one}: give AXIS.OPTION=VALUE of {', '.join(tables)}")
+        try:
+            tables[axis][option] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"--set {one}: {error}; write the value as TOML does") from None
+    return replace(case, tables=tables)
+
+
 def main(
     model: Annotated[Path | None, typer.Argument(help="A folder or a GGUF file.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="A recipe; may be repeated.")] = None,
@@ -252,6 +270,10 @@ def main(
     ] = False,
     again: Annotated[bool, typer.Option(help="Measure what was measured before too.")] = False,
     write: Annotated[bool, typer.Option(help="Only write the page.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="AXIS.OPTION=VALUE of the recipes of --only; nothing is kept."),
+    ] = None,
     results: Path = ROOT / "build" / "real-recipes",
     docs: Path = ROOT / "docs" / "figures",
 ) -> None:
@@ -264,6 +286,14 @@ def main(
         known = suited()
         if wrong := [n for n in only or () if n not in known]:
             raise typer.BadParameter(f"no recipe {wrong[0]!r}; accel-compile recipes lists them")
+        if set_:
+            with tempfile.TemporaryDirectory() as place:
+                cases = [changed(swept(name)[0], set_) for name in only or ()]
+                measure(model, cases, Path(place))
+                for case in cases:
+                    told = json.loads((Path(place) / f"{case.recipe}.json").read_text())
+                    print(f"{case.name} {' '.join(set_)}: {told}")
+            return
         there = set() if again else known_already(kept, model.name, results, train)
         try:
             measure(model, [swept(n)[0] for n in only or known if n not in there], results, train)

@@ -10,7 +10,7 @@ from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Call
 from accel.runtime.inputs.encoder_inputs import entry_inputs
-from accel.runtime.rows import Whole
+from accel.runtime.rows import PerSession
 from accel.runtime.session.observers.observer import (
     Calls,
     CallWatcher,
@@ -24,7 +24,7 @@ from accel.runtime.session.observers.observer import (
 class EncoderInput(SessionObserver, CallWatcher):
     """Whether the encoder was given its input; the cross state is the backend's."""
 
-    encoded: Annotated[bool, Whole()]
+    encoded: Annotated[bool, PerSession()]
 
     order = 0  # it refuses before others prepare a call
     capabilities = Capabilities(

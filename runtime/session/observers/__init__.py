@@ -9,7 +9,7 @@ from typing import Any
 
 from accel.runtime.session.observers.observer import ModelParts, ObserverFactory, SessionObserver
 
-ROOMS = ("state", "prompt", "modes")  # packages of runtime/session
+PACKAGES = ("state", "prompt", "modes")  # packages of runtime/session
 
 
 def observer_factories(model: ModelParts) -> tuple[ObserverFactory, ...]:
@@ -23,7 +23,7 @@ def observer_classes() -> tuple[type[SessionObserver], ...]:
     """All of those folders, by their `order`; a file that starts with an underscore has none."""
     found = [
         kind
-        for room in ROOMS
+        for room in PACKAGES
         for module in _modules(f"accel.runtime.session.{room}")
         for kind in vars(module).values()
         if isinstance(kind, type)

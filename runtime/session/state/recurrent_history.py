@@ -14,7 +14,7 @@ import numpy.typing as npt
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.rows import ByRow, PerRow, Whole
+from accel.runtime.rows import ByRow, PerRow, PerSession
 from accel.runtime.session.observers.observer import (
     CallWatcher,
     Capabilities,
@@ -57,8 +57,8 @@ class RecurrentHistory(SessionObserver, CallWatcher):
 
     _log: Annotated[Log, ByRow(name="")]
     _taken: PerRow  # tokens that the state has taken in
-    _single: Annotated[int, Whole()]  # calls of one token since the last copy
-    _wide: Annotated[bool, Whole()]  # whether the last call was one of several tokens
+    _single: Annotated[int, PerSession()]  # calls of one token since the last copy
+    _wide: Annotated[bool, PerSession()]  # whether the last call was one of several tokens
 
     order = 10  # a state that went forward has gone, whatever another does after the step
     capabilities = Capabilities(free_rewind=False, trees=False)

@@ -14,7 +14,7 @@ from accel.ir.units import Units
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Arrays, Call
 from accel.runtime.inputs.ints import Bools, Ints
-from accel.runtime.rows import ByRow, PerRow, Whole
+from accel.runtime.rows import ByRow, PerRow, PerSession
 from accel.runtime.session.observers.observer import (
     CallWatcher,
     Capabilities,
@@ -48,7 +48,7 @@ class UnitGroups(SessionObserver, CallWatcher):
     _grouped: PerRow
     _origin: PerRow
     _known: PerRow  # what the state says of the origin
-    _few: Annotated[bool, Whole()]  # whether the last call reads units
+    _few: Annotated[bool, PerSession()]  # whether the last call reads units
     _prompts: Annotated[tuple[tuple[_Prompt, ...], ...], ByRow()]
     _marks: Annotated[Marks, ByRow()]  # as the caller says; with `plan.marks`
     _ends: Annotated[Bools, ByRow()]  # [B,N], which tokens end something
