@@ -14,7 +14,7 @@ from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
 from accel.ir.region import sizes
 from accel.passes import Pass, Report
-from accel.passes.clean.linear import Linears
+from accel.passes.recognise.linear import Linears
 
 aten = torch.ops.aten
 _RANK = 11  # example while shapes are worked out

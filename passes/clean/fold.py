@@ -17,7 +17,10 @@ LARGEST = (
 
 @dataclass(frozen=True)
 class Fold(Pass):
-    """f(parameters) -> a parameter, where the result is small."""
+    """f(parameters) -> a parameter, where the result is small.
+
+    Before and after: `tests/passes/texts/fold.before.txt`, `fold.after.txt`.
+    """
 
     after = (Clean,)
 

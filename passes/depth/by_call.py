@@ -16,6 +16,8 @@ from accel.passes.depth._joint import conditions
 class ByCall(Base):
     """For drafts of fewer layers, such as `draft = layerskip`. A layer that is skipped for a token stays off until that
     token is rewound.
+
+    Before and after: `tests/passes/texts/by_call.before.txt`, `by_call.after.txt`.
     """
 
     grade = "lossless"

@@ -1,4 +1,7 @@
-"""The heads of a packed projection are laid out once, not for q, k and v apart."""
+"""The heads of a packed projection are laid out once, not for q, k and v apart.
+
+The parts of a split are replaced together, which no pattern that ends in one value says.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ class Heads(Pass):
     transpose(reshape(whole, [B,T,N/D,D])), where all parts have heads of one size D.
 
     The parts may have been slices, and a norm of each head may stand before the transpose.
+
+    Before and after: `tests/passes/texts/heads.before.txt`, `heads.after.txt`.
     """
 
     after = (Pack,)

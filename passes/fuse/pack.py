@@ -13,8 +13,8 @@ from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import forget_unused
-from accel.passes.clean.linear import Linears
 from accel.passes.recognise.experts import routes
+from accel.passes.recognise.linear import Linears
 from accel.passes.state.head import Head
 
 aten = torch.ops.aten
@@ -27,6 +27,8 @@ class Pack(Pass):
     Packed are the projections of one module (by the names of their weights) that nothing else
     reads. A router stays apart, whose few rows are wanted exact by what quantises the others; so do weights
     that a checkpoint holds in codes of another layout.
+
+    Before and after: `tests/passes/texts/pack.before.txt`, `pack.after.txt`.
     """
 
     after = (Linears, Head)

@@ -77,6 +77,8 @@ class Attention(Pass):
     What is done to the scores is tried on numbers: it must be a scale, a soft cap and a mask, which
     is named (causal, window, chunk, full, plus a bias by distance). A score beside those of the keys
     is the attention's sink; KV heads that were repeated for the product are read unrepeated.
+
+    Before and after: `tests/passes/texts/attention.before.txt`, `attention.after.txt`.
     """
 
     after = (Clean, Positions)

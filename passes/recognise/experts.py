@@ -9,49 +9,36 @@ from torch import fx
 
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.op import operand_of
-from accel.ir.program import Editor, Program
 from accel.ir.region import sizes
-from accel.passes import Pass, Report
-from accel.passes.clean.clean import Clean, replace
+from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
 from accel.passes.recognise.region import Kinds, packet
+from accel.passes.recognise.rewrite import Rewrite, Rule, Site, Value, call
 
 aten = torch.ops.aten
 _NEAR = 8  # operators between a router's scores and the choice of the best
 
 
+def _product(at: Site, a: fx.Node, b: fx.Node) -> fx.Node | None:
+    right = _chosen(b, at.kinds)
+    chosen, x = (right, a) if right else (_chosen(a, at.kinds), b)
+    axis = 1 if right else 2
+    if chosen is None or sizes(x)[axis] != "1":
+        return None
+    rows = at.call(aten.squeeze.dim, x, axis)
+    out = at.call(expert_linear.default, rows, chosen[1], chosen[0], right is not None)
+    return at.call(aten.unsqueeze.default, out, axis)
+
+
 @dataclass(frozen=True)
-class Experts(Pass):
+class Experts(Rewrite):
     """bmm(weight[ids], x[:, :, None]), or bmm(x[:, None], weight[ids])  ->  expert_linear(x, ids, weight).
 
     A gather of the chosen weights costs a copy of them per row, which a prefill cannot afford.
     """
 
     after = (Clean, Fold)
-
-    def run(self, program: Program) -> Report:
-        report = Report()
-        graph = program.step.graph
-        kinds = Kinds(graph)
-        editor = Editor(program, graph)
-        for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
-            a, b = node.args
-            assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-            right = _chosen(b, kinds)
-            chosen, x = (right, a) if right else (_chosen(a, kinds), b)
-            axis = 1 if right else 2
-            if chosen is None or sizes(x)[axis] != "1":
-                continue
-            with graph.inserting_before(node):
-                rows = editor.call(aten.squeeze.dim, x, axis, like=node)
-                out = editor.call(
-                    expert_linear.default, rows, chosen[1], chosen[0], right is not None, like=node
-                )
-                replace(node, editor.call(aten.unsqueeze.default, out, axis, like=node))
-            report.changed += 1
-        if report.changed:
-            Clean().run(program)
-        return report
+    rules = (Rule(call(aten.bmm.default, Value("a"), Value("b")), _product),)
 
 
 def routes(node: fx.Node) -> bool:

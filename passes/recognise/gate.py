@@ -14,6 +14,7 @@ from accel.ir.region import sizes
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean, replace
 from accel.passes.recognise.region import Kinds, close, numbering, source, try_out
+from accel.passes.recognise.rewrite import Rewrite, Rule, Site, Value, call
 
 aten = torch.ops.aten
 
@@ -42,40 +43,30 @@ class Activations(Pass):
         return report
 
 
+def _gate(at: Site, act: fx.Node, b: fx.Node) -> fx.Node | str:
+    if len(act.users) > 1 or at.kinds[b] != "data" or sizes(act) != sizes(b) or b is act.args[0]:
+        return "its other factor is no projection of that size"
+    return at.call(gate.default, act.args[0], b, _activation(act))
+
+
 @dataclass(frozen=True)
-class Gates(Pass):
-    """act(a) * b of equal shapes -> gate(a, b, act): the middle of a gated MLP."""
+class Gates(Rewrite):
+    """act(a) * b of equal shapes -> gate(a, b, act): the middle of a gated MLP.
+
+    Before and after: `tests/passes/texts/gates.before.txt`, `gates.after.txt`.
+    """
 
     after = (Clean, Activations)
-
-    def run(self, program: Program) -> Report:
-        report = Report()
-        graph = program.step.graph
-        kinds = Kinds(graph)
-        editor = Editor(program, graph)
-        for node in list(graph.find_nodes(op="call_function", target=aten.mul.Tensor)):
-            for a, b in (node.args[:2], node.args[1::-1]):
-                act = _activation(a)
-                if act is None or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-                    continue
-                if len(a.users) > 1 or kinds[b] != "data" or sizes(a) != sizes(b) or b is a.args[0]:
-                    report.refused.append(
-                        f"{node.name}: its other factor is no projection of that size"
-                    )
-                    continue
-                with graph.inserting_before(node):
-                    new = editor.call(gate.default, a.args[0], b, act, like=node)
-                replace(node, new)
-                report.changed += 1
-                break
-        Clean().run(program)
-        return report
+    rules = (
+        Rule(
+            call(aten.mul.Tensor, Value("act", lambda a: _activation(a) is not None), Value("b")),
+            _gate,
+        ),
+    )
 
 
-def _activation(node: object) -> str | None:
+def _activation(node: fx.Node) -> str | None:
     """The name of an activation, as the dialect writes it."""
-    if not isinstance(node, fx.Node):
-        return None
     if node.target is aten.gelu.default:
         return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
     names: dict[Any, str] = {

@@ -28,6 +28,8 @@ class Positions(Pass):
     Learned position embeddings, rotary cosines and sinusoids all become one form, with one row per
     position up to `max_context`; a function that cannot be evaluated so far lowers `max_context`.
     A value with two token axes is a mask and is left for the attention it belongs to.
+
+    Before and after: `tests/passes/texts/positions.before.txt`, `positions.after.txt`.
     """
 
     after = (Clean, Fold)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from accel.ir.program import Editor, Program
+from accel.ir.program import Program
 from accel.ir.region import sizes
-from accel.passes.clean.clean import replace
+from accel.passes import Report
 from accel.passes.recognise.region import Kinds, packet
+from accel.passes.recognise.rewrite import Rule, Setting, Site, Value, call, rewrite
 
 aten = torch.ops.aten
 PRODUCTS = (aten.matmul, aten.bmm)
@@ -18,15 +17,7 @@ PRODUCTS = (aten.matmul, aten.bmm)
 
 def spell_out(program: Program) -> None:
     """einsum(a, b) -> permuted matmul; baddbmm(x, a, b) -> β x + α (a b). Weights stay as they are."""
-    graph = program.step.graph
-    kinds = Kinds(graph)
-    for node in list(graph.nodes):
-        if node.target is aten.baddbmm.default:
-            _spell_sum(program, node)
-        elif node.target is aten.einsum.default:
-            operands: Any = node.args[1]
-            if len(operands) == 2 and all(kinds[n] == "data" for n in operands):
-                _spell_einsum(program, node)
+    rewrite(program, program.step.graph, RULES, Report())
 
 
 def is_product(node: fx.Node, kinds: Kinds) -> bool:
@@ -34,25 +25,20 @@ def is_product(node: fx.Node, kinds: Kinds) -> bool:
     return packet(node) in PRODUCTS and all(kinds.get(n) == "data" for n in node.all_input_nodes)
 
 
-def _spell_sum(program: Program, node: fx.Node) -> None:
-    added, a, b = node.args
-    editor = Editor(program, node.graph)
-    with node.graph.inserting_before(node):
-        product = editor.call(aten.bmm.default, a, b, like=node)
-        scaled = editor.call(aten.mul.Tensor, product, node.kwargs.get("alpha", 1), like=node)
-        new = scaled
-        if beta := node.kwargs.get("beta", 1):  # with 0 it may hold no numbers, as of torch.empty
-            offset = editor.call(aten.mul.Tensor, added, beta)
-            new = editor.call(aten.add.Tensor, scaled, offset, like=node)
-    replace(node, new)
+def _sum(at: Site, x: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:
+    given = at.node.kwargs
+    product = at.call(aten.mul.Tensor, at.call(aten.bmm.default, a, b), given.get("alpha", 1))
+    beta = given.get("beta", 1)
+    if not beta:  # x may hold no numbers, as of torch.empty
+        return product
+    offset = at.editor.call(aten.mul.Tensor, x, beta)
+    return at.call(aten.add.Tensor, product, offset)
 
 
-def _spell_einsum(program: Program, node: fx.Node) -> None:
+def _einsum(at: Site, equation: str, a: fx.Node, b: fx.Node) -> fx.Node | None:
     """Labels of both factors and the result go in front; a row label, the summed one and a column
     label stay behind. A factor without one of those in front gets an axis of 1.
     """
-    given: Any = node.args
-    equation, (a, b) = given
     left, out = equation.replace(" ", "").split("->") if "->" in equation else (equation, "")
     x, y = left.split(",")
     summed = [c for c in x if c in y and c not in out]
@@ -60,23 +46,27 @@ def _spell_einsum(program: Program, node: fx.Node) -> None:
     rows = [c for c in out if c not in y]
     plain = all(len(set(s)) == len(s) for s in (x, y, out)) and "." not in equation
     if not plain or not out or set(x + y) - set(out) - set(summed):
-        return
+        return None
     if len(summed) != 1 or len(columns) != 1 or not rows:
-        return
+        return None
+    if any(at.kinds[n] != "data" for n in (a, b)):
+        return None
     moving = [c for c in rows if not sizes(a)[x.index(c)].isdigit()] or rows
     row = moving[-1]
     front = [c for c in x if c in out and c != row]
-    editor = Editor(program, node.graph)
-    with node.graph.inserting_before(node):
-        first = editor.call(aten.permute.default, a, [x.index(c) for c in (*front, row, *summed)])
-        kept = [c for c in front if c in y]
-        second = editor.call(
-            aten.permute.default, b, [y.index(c) for c in (*kept, *summed, *columns)]
-        )
-        for i, c in enumerate(front):
-            if c not in y:
-                second = editor.call(aten.unsqueeze.default, second, i)
-        product = editor.call(aten.matmul.default, first, second, like=node)
-        order = [*front, row, *columns]
-        new = editor.call(aten.permute.default, product, [order.index(c) for c in out], like=node)
-    replace(node, new)
+    call = at.editor.call
+    first = call(aten.permute.default, a, [x.index(c) for c in (*front, row, *summed)])
+    kept = [c for c in front if c in y]
+    second = call(aten.permute.default, b, [y.index(c) for c in (*kept, *summed, *columns)])
+    for i, c in enumerate(front):
+        if c not in y:
+            second = call(aten.unsqueeze.default, second, i)
+    product = at.call(aten.matmul.default, first, second)
+    order = [*front, row, *columns]
+    return at.call(aten.permute.default, product, [order.index(c) for c in out])
+
+
+RULES = (
+    Rule(call(aten.baddbmm.default, Value("x"), Value("a"), Value("b"), ...), _sum),
+    Rule(call(aten.einsum.default, Setting("equation"), [Value("a"), Value("b")], ...), _einsum),
+)

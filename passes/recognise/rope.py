@@ -37,6 +37,8 @@ class Rope(Pass):
     The sub-graph is tried on unit vectors. Any way of writing it (halves, interleaved, partial,
     scaled, fused) gives the same rotation matrix per position, out of which the tables are read.
     Where only some channels turn, or a norm follows, it is found among the parts.
+
+    Before and after: `tests/passes/texts/rope.before.txt`, `rope.after.txt`.
     """
 
     after = (Clean, Attention)

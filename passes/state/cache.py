@@ -37,6 +37,8 @@ class Cache(Pass):
     Keys and values each get a dense buffer [B,G,C,D]: one where they are the same, and one where several
     layers read them, which is the first one's. All layers write the same slots, so one `kv.pos [B,C]` says
     which position each slot holds. See recurrent.py for the rest.
+
+    Before and after: `tests/passes/texts/cache.before.txt`, `cache.after.txt`.
     """
 
     after = (Attention, Rope)

@@ -27,6 +27,8 @@ class Layers(Pass):
     The cut points are the dominators of the logits; a layer runs from the cut before one attention
     (or the recurrences of one block) to the cut before the next. The last layer ends at the last
     cut that joins two paths.
+
+    Before and after: `tests/passes/texts/layers.before.txt`, `layers.after.txt`.
     """
 
     after = (Cache, Head)

@@ -12,7 +12,10 @@ from accel.passes.kv.codec import Base, Sizes
 
 @dataclass(frozen=True)
 class KvInt8(Base):
-    """Symmetric int8 with one float32 scale per token and head (maximum / 127); no calibration."""
+    """Symmetric int8 with one float32 scale per token and head (maximum / 127); no calibration.
+
+    Before and after: `tests/passes/texts/kv_int8.before.txt`, `kv_int8.after.txt`.
+    """
 
     error = 0.5  # of random weights, where errors grow from layer to layer
 

@@ -1,0 +1,205 @@
+"""Passes that are patterns: what a sub-graph looks like, what is checked of it, and what takes its place.
+
+A pattern is built as a program is read: `call(aten.mul.Tensor, Value("x"), call(aten.rsqrt.default, …))`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from accel.ir.program import Editor, Program
+from accel.passes import Pass, Report
+from accel.passes.clean.clean import Clean, remove_unread, replace
+from accel.passes.recognise.region import Kinds
+
+aten = torch.ops.aten
+Found = dict[str, Any]  # what a pattern's names stand for
+_COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
+
+
+class Pattern(ABC):
+    """What an operand may be. `a | b` is either."""
+
+    @abstractmethod
+    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
+        """Each way in which the operand fits beside what was found, with what is found of it."""
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return _Either(self, other)
+
+
+@dataclass(frozen=True)
+class Value(Pattern):
+    """Any value of the graph. The same name twice is the same value."""
+
+    name: str
+    fits: Callable[[fx.Node], bool] = lambda node: True
+
+    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
+        if isinstance(operand, fx.Node) and found.get(self.name, operand) is operand:
+            if self.fits(operand):
+                yield {**found, self.name: operand}
+
+
+@dataclass(frozen=True)
+class Setting(Pattern):
+    """An operand that is no value of the graph: a number, axes, a size."""
+
+    name: str
+    kinds: tuple[type, ...] = (object,)
+
+    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
+        if isinstance(operand, self.kinds) and not isinstance(operand, fx.Node):
+            yield {**found, self.name: operand}
+
+
+@dataclass(frozen=True)
+class _Either(Pattern):
+    first: Pattern
+    second: Pattern
+
+    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
+        yield from self.first.matches(operand, found)
+        yield from self.second.matches(operand, found)
+
+
+@dataclass(frozen=True)
+class _Call(Pattern):
+    targets: tuple[Any, ...]
+    operands: tuple[Any, ...]
+    name: str  # of the call itself
+    shared: bool  # others may read the result, too
+
+    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
+        if isinstance(operand, fx.Node) and (self.shared or len(operand.users) == 1):
+            yield from self.ends(operand, found)
+
+    def ends(self, node: fx.Node, found: Found) -> Iterator[Found]:
+        """The same of the last value of a whole pattern, whoever reads it."""
+        if node.target not in self.targets:
+            return
+        given, wanted = node.args, self.operands
+        if wanted and wanted[-1] is ...:
+            given, wanted = given[: len(wanted) - 1], wanted[:-1]
+        elif node.kwargs:
+            return
+        found = {**found, self.name: node} if self.name else found
+        yield from _all(wanted, given, found)
+        if node.target in _COMMUTE and len(wanted) == 2:
+            yield from _all(wanted, given[::-1], found)
+
+
+def call(target: Any, *operands: Any, name: str = "", shared: bool = False) -> Pattern:
+    """A call of an operator (of one of a tuple of them) whose result nothing else reads, unless it is `shared`.
+
+    An operand is a pattern, a list of them, or what it must equal; `...` stands for all further ones. Both orders of a
+    sum and of a product are tried.
+    """
+    return _Call(target if isinstance(target, tuple) else (target,), operands, name, shared)
+
+
+def _all(wanted: Any, given: Any, found: Found) -> Iterator[Found]:
+    if len(wanted) != len(given):
+        return
+    if not wanted:
+        yield found
+        return
+    for each in _one(wanted[0], given[0], found):
+        yield from _all(wanted[1:], given[1:], each)
+
+
+def _one(wanted: Any, given: Any, found: Found) -> Iterator[Found]:
+    if isinstance(wanted, Pattern):
+        yield from wanted.matches(given, found)
+    elif isinstance(wanted, list):
+        if isinstance(given, (list, tuple)):
+            yield from _all(wanted, given, found)
+    elif not isinstance(given, fx.Node) and wanted == given:
+        yield found
+
+
+@dataclass
+class Site:
+    """Where a pattern was found: new nodes go in before `node`, its last one."""
+
+    program: Program
+    editor: Editor
+    kinds: Kinds
+    node: fx.Node
+
+    def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node, of the layer and module of the one that is replaced."""
+        return self.editor.call(op, *args, like=self.node, **kwargs)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`replacement(site, **found)` gives what takes the place of the pattern's last value; a reason to leave it, which
+    is reported; or None where the pattern is no match after all.
+    """
+
+    pattern: Pattern
+    replacement: Callable[..., fx.Node | str | None]
+
+
+def rewrite(program: Program, graph: fx.Graph, rules: tuple[Rule, ...], report: Report) -> None:
+    """Replace all that rules match in a graph, the latest value first, so that the largest match wins."""
+    editor, kinds = Editor(program, graph), Kinds(graph)
+    ends = [(end, rule.replacement) for rule in rules for end in _ends(rule.pattern)]
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.users:
+            _replace(Site(program, editor, kinds, node), ends, report)
+
+
+def _ends(pattern: Pattern) -> list[_Call]:
+    """The calls that a pattern may end in."""
+    if isinstance(pattern, _Either):
+        return _ends(pattern.first) + _ends(pattern.second)
+    assert isinstance(pattern, _Call)
+    return [pattern]
+
+
+def _replace(
+    site: Site, ends: list[tuple[_Call, Callable[..., fx.Node | str | None]]], report: Report
+) -> None:
+    """Put the replacement of the first match in the place of a site's node."""
+    node, reasons = site.node, list[str]()
+    for pattern, replacement in ends:
+        for found in pattern.ends(node, {}):
+            with node.graph.inserting_before(node):
+                new = replacement(site, **found)
+            if isinstance(new, fx.Node):
+                site.kinds[new] = site.kinds[node]
+                before = node.all_input_nodes
+                replace(node, new)
+                remove_unread(before)
+                report.changed += 1
+                return
+            reasons += [new] if new else []
+    if reasons:
+        report.refused.append(f"{node.name}: {reasons[0]}")
+
+
+@dataclass(frozen=True)
+class Rewrite(Pass):
+    """A pass that is nothing but rules."""
+
+    rules: ClassVar[tuple[Rule, ...]]
+    sign: ClassVar[Any] = None  # an operator of the pattern: where it is left, no rule fitted
+
+    def run(self, program: Program) -> Report:
+        report = Report()
+        for graph in list(program.graphs()):
+            rewrite(program, graph, self.rules, report)
+            for node in graph.find_nodes(op="call_function", target=self.sign) if self.sign else ():
+                shape = (type(self).__doc__ or "").partition("->")[0].strip()
+                report.refused.append(f"{node.name}: is not in {shape}")
+        if report.changed:
+            Clean().run(program)
+        return report
