@@ -11,6 +11,7 @@ import tokenizers
 import transformers
 
 import accel
+from accel.compiler.load.source import open_source
 from accel.compiler.load.tokenizer import read_tokenizer, write_tokenizer
 from accel.ir.errors import CaptureError
 from accel.reference import kinds
@@ -77,7 +78,7 @@ CASES = {
 def test_a_text_has_transformers_tokens(name, tmp_path):
     files, text = CASES[name]
     there = folder(tmp_path / "model", files)
-    mine, want = read_tokenizer(None, there), theirs(there)
+    mine, want = open_source(there).tokenizer, theirs(there)
     assert mine.encode(text) == want(text)["input_ids"]
     assert mine.vocabulary == want.get_vocab()
     ids = [0, 5, 4095, *mine.encode(text), 4096][: None if len(mine.vocabulary) > 4096 else -1]
@@ -88,7 +89,7 @@ def test_a_text_has_transformers_tokens(name, tmp_path):
 
 def test_an_untouched_tokenizer_keeps_its_bytes(tmp_path):
     there = folder(tmp_path / "model", {})
-    assert read_tokenizer(None, there).json == (there / "tokenizer.json").read_bytes()
+    assert open_source(there).tokenizer.json == (there / "tokenizer.json").read_bytes()
 
 
 TEXTS = [
@@ -140,7 +141,7 @@ def test_any_files_give_transformers_tokens(seeds, tmp_path):
     plain = Tokenizer((REFERENCE / "tokenizer.json").read_bytes())
     for seed in seeds:
         there = folder(tmp_path / str(seed), drawn(seed))
-        mine, want = read_tokenizer(None, there), theirs(there)
+        mine, want = open_source(there).tokenizer, theirs(there)
         reread = tokenizers.Tokenizer.from_str(want.backend_tokenizer.to_str())
         reread.encode_special_tokens = want.split_special_tokens
         made = tmp_path / f"{seed}-made"
@@ -183,14 +184,14 @@ def test_what_does_not_fit_is_refused(name, tmp_path):
     files, words = WRONG[name]
     there = folder(tmp_path / "model", files)
     with pytest.raises(CaptureError) as error:
-        read_tokenizer(None, there)
+        assert open_source(there).tokenizer is None
     assert words in str(error.value) and str(there) in str(error.value)
 
 
 def test_what_a_tokenizer_object_splits(tmp_path):
     there = folder(tmp_path / "model", {CONFIG: {"split_special_tokens": True}})
     want = theirs(there)
-    assert read_tokenizer(want, None).encode("a<|eos|>b") == want("a<|eos|>b")["input_ids"]
+    assert read_tokenizer(want).encode("a<|eos|>b") == want("a<|eos|>b")["input_ids"]
 
 
 @pytest.mark.long

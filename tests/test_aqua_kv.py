@@ -7,7 +7,7 @@ import torch
 from reference_data import REFERENCE, encode, sources
 from tokenizers import Tokenizer
 
-from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.source import open_source
 from accel.compiler.over_state import keys_of, over_state
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
@@ -148,7 +148,7 @@ def test_the_bits_of_a_number():
 @pytest.mark.long
 def test_the_bundled_maps_foretell_text_that_they_were_not_measured_on():
     """Each layer's keys and values vary less about what is foretold. The control: maps of another layer."""
-    loaded = load_model(REFERENCE)
+    loaded = open_source(REFERENCE).load()
     program = over_state(capture(loaded.model, stored=loaded.stored))
     method = AXIS.build("aqua-kv", sinks=0)
     maps = method.constants(constants(method, program, keys_of(program)))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import accel
 import accel.reference
 from accel import cli
-from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.source import open_source
 from accel.compiler.pipeline import pipeline
 from accel.compiler.quality.calibration import make_calibration, read_calibration
 from accel.compiler.quality.loss import loss, storage
@@ -343,7 +343,7 @@ def test_shared_weights_are_rounded_once(passed):
 
 @pytest.fixture(scope="module")
 def bundled():
-    loaded = load_model(reference())
+    loaded = open_source(reference()).load()
     program = capture(loaded.model, max_context=256, stored=loaded.stored)
     run(program, pipeline())
     tokenizer = Tokenizer(reference() / "tokenizer.json")

@@ -182,7 +182,7 @@ def either(render, *arguments, **given):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_and_tokens_are_those_of_transformers(family):
     their = theirs(FAMILIES[family])
-    mine = read_tokenizer(their, None)
+    mine = read_tokenizer(their)
     texts = set()
     for messages, given in product(CONVERSATIONS, GIVEN):
         asked = {"add_generation_prompt": True, **given}
@@ -196,10 +196,10 @@ def test_texts_and_tokens_are_those_of_transformers(family):
 
 
 def test_a_template_that_refuses_says_why():
-    mine = read_tokenizer(theirs(GEMMA), None)
+    mine = read_tokenizer(theirs(GEMMA))
     with pytest.raises(InputError, match="refuses these messages: System role not supported"):
         mine.apply_chat_template(say(("system", "x"), ("user", "y")))
-    mine = read_tokenizer(theirs(CHATML), None)
+    mine = read_tokenizer(theirs(CHATML))
     with pytest.raises(InputError, match="because message 1 has no content; write"):
         mine.apply_chat_template([*say(("user", "x")), {"role": "user"}])
     with pytest.raises(InputError, match="message 0 has no content, only 'text'; write"):
@@ -215,7 +215,7 @@ def test_the_template_is_chosen_as_transformers_chooses_it():
         "rag": "R{{ documents|length }}",
     }
     their = theirs(named)
-    mine = read_tokenizer(their, None)
+    mine = read_tokenizer(their)
     documents = [{"title": "t", "text": "x"}]
     for given in (
         {},
@@ -227,7 +227,7 @@ def test_the_template_is_chosen_as_transformers_chooses_it():
         assert mine.apply_chat_template(say(("user", "x")), tokenize=False, **given) == want
     with pytest.raises(InputError, match="did you mean 'tool_use'"):
         mine.apply_chat_template(say(("user", "x")), chat_template="tool-use")
-    only = read_tokenizer(theirs({"rag": "R", "x": "X"}), None)
+    only = read_tokenizer(theirs({"rag": "R", "x": "X"}))
     with pytest.raises(InputError, match="give one of rag, x"):
         only.apply_chat_template(say(("user", "x")))
 
@@ -236,14 +236,14 @@ def test_the_template_is_chosen_as_transformers_chooses_it():
     "messages", ["Hello", [], {}, [3], [{"content": "x"}], [{"role": 1, "content": "x"}], None]
 )
 def test_what_are_no_messages(messages):
-    mine = read_tokenizer(theirs(CHATML), None)
+    mine = read_tokenizer(theirs(CHATML))
     with pytest.raises(InputError, match='"role": "user"'):
         mine.apply_chat_template(messages)
 
 
 def test_a_function_is_no_tool():
     with pytest.raises(InputError, match="get_json_schema"):
-        read_tokenizer(theirs(QWEN), None).apply_chat_template(say(("user", "x")), [print])
+        read_tokenizer(theirs(QWEN)).apply_chat_template(say(("user", "x")), [print])
 
 
 # Folders.
@@ -257,7 +257,7 @@ def saved(folder, template, jinja):
 @pytest.mark.parametrize("jinja", [True, False])
 @pytest.mark.parametrize("template", [GEMMA, {"default": CHATML, "tool_use": QWEN}])
 def test_every_form_of_a_folder_is_read_and_written_again(tmp_path, template, jinja):
-    mine = read_tokenizer(saved(tmp_path / "hf", template, jinja), None)
+    mine = read_tokenizer(saved(tmp_path / "hf", template, jinja))
     named = template if isinstance(template, dict) else {"default": template}
     assert mine.config == TokenizerConfig(TOKENS, named)
     (tmp_path / "made").mkdir()
@@ -283,7 +283,7 @@ def test_special_tokens_of_older_folders(tmp_path):
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(kept))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
-    found = read_tokenizer(tmp_path, None).config
+    found = read_tokenizer(tmp_path).config
     assert found == TokenizerConfig(
         {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}, {"default": CHATML}
     )

@@ -65,10 +65,10 @@ def written(folder, text, name="p.jsonl"):
 @pytest.fixture(scope="module")
 def known():
     """Facts and tokenizer of the bundled model, without a capture."""
-    from accel.compiler.load.checkpoint import load_model
+    from accel.compiler.load.source import open_source
     from accel.ir.capture.inspect import inspect
 
-    facts = inspect(load_model(reference()).model, 128).facts()
+    facts = inspect(open_source(reference()).load().model, 128).facts()
     return facts, Tokenizer(reference() / "tokenizer.json")
 
 

@@ -7,9 +7,8 @@ import transformers as hf
 from safetensors import safe_open
 
 from accel.compiler.load import floats
-from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.gguf import llama
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source
 from accel.ir.errors import AccelError, CaptureError
 
 from .gguf_case import bpe, write
@@ -47,7 +46,7 @@ def test_rows_in_the_order_of_the_file_are_another_model(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_weights_are_those_of_accels_own_reading(dtype, file, tmp_path):
     floats.write(file, tmp_path / "m", dtype)
-    ours, theirs = (load_model(path) for path in (file, tmp_path / "m"))
+    ours, theirs = (open_source(path).load() for path in (file, tmp_path / "m"))
     kept = dict(theirs.model.state_dict(keep_vars=True))
     for name, tensor in ours.model.state_dict(keep_vars=True).items():
         wanted, found = (
@@ -60,7 +59,7 @@ def test_weights_are_those_of_accels_own_reading(dtype, file, tmp_path):
 
 def test_the_tokenizer_its_template_and_what_ends_a_text_come_along(file, tmp_path):
     floats.write(file, tmp_path / "m")
-    ours, theirs = read_tokenizer(None, file), hf.AutoTokenizer.from_pretrained(tmp_path / "m")
+    ours, theirs = open_source(file).tokenizer, hf.AutoTokenizer.from_pretrained(tmp_path / "m")
     text, turns = "the theory <|im_end|> of 12 things", [{"role": "user", "content": "the thing"}]
     assert theirs.encode(text) == ours.encode(text)
     assert theirs.decode(theirs.encode(text, add_special_tokens=False)) == text
@@ -80,7 +79,7 @@ def test_large_models_are_written_in_parts(file, tmp_path, monkeypatch):
             size = sum(inside.get_tensor(name).nbytes for name in names)
         assert size <= 50_000 or len(names) == 1, part
     whole = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    loaded = load_model(file)
+    loaded = open_source(file).load()
     wanted = logits(loaded.model, loaded.stored)
     assert (logits(whole) - wanted).abs().max() < 1e-5 * wanted.abs().max()
 

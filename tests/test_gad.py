@@ -10,6 +10,7 @@ import accel
 from accel.compiler import draft_build, optimize
 from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
+from accel.compiler.load.source import Folder
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
@@ -135,7 +136,7 @@ def test_bad_input(tmp_path):
         plan = assemble(Recipe(tables={"draft": {"use": use}}))
         facts = SimpleNamespace(diffusion=masks)
         with pytest.raises(RecipeError, match=rf"draft\.{use}: .*{why}"):
-            draft_build._check(plan, tmp_path, None, None, facts)
+            draft_build._check(plan, Folder(tmp_path), None, None, facts)
 
 
 def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
@@ -145,15 +146,15 @@ def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
     plan = assemble(Recipe(tables={"draft": {"use": "gad"}}))
     facts = SimpleNamespace(diffusion=1, encoder=None, max_batch=8, vocab_size=9)
     target = SimpleNamespace(max_batch=8, vocab_size=9)
-    monkeypatch.setattr(draft_build, "read_tokenizer", lambda *_: Words("a", "b"))
-    draft_build._check(plan, tmp_path, target, Words("a", "b"), facts)
+    monkeypatch.setattr(Folder, "tokenizer", Words("a", "b"))
+    draft_build._check(plan, Folder(tmp_path), target, Words("a", "b"), facts)
     with pytest.raises(
         RecipeError, match="another tokenizer .* set `path` to a model of the same tokens:"
     ) as e:
-        draft_build._check(plan, tmp_path, target, Words("b", "a"), facts)
+        draft_build._check(plan, Folder(tmp_path), target, Words("b", "a"), facts)
     assert "bundled" not in str(e.value)
     with pytest.raises(RecipeError, match="the bundled one is of the bundled model; set `path` to"):
-        draft_build._check(plan, Gad().draft_folder(), target, Words("b", "a"), facts)
+        draft_build._check(plan, Folder(Gad().draft_folder()), target, Words("b", "a"), facts)
 
 
 @pytest.mark.parametrize("loop", ["pearl", "specbranch", "lookahead-reasoning"])
@@ -165,7 +166,7 @@ def test_a_loop_that_gives_tokens_refuses_a_draft_model_of_others_at_build(
     draft = {"use": "model", "path": str(tmp_path)}
     plan = assemble(Recipe(tables={"draft": draft, "loop": {"use": loop}}))
     target = SimpleNamespace(max_batch=8, vocab_size=9)
-    monkeypatch.setattr(draft_build, "read_tokenizer", lambda *_: Words("a", "b"))
+    monkeypatch.setattr(Folder, "tokenizer", Words("a", "b"))
     draft_build.check_draft(plan, target, Words("a", "b"))
     with pytest.raises(RecipeError, match=rf"loop\.{loop}: .* another tokenizer .* set `path`"):
         draft_build.check_draft(plan, target, Words("b", "a"))

@@ -15,11 +15,9 @@ import accel
 from accel import cli
 from accel.compiler.explain import explain
 from accel.compiler.load import gguf as own
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.gguf import _blocks, llama, open_gguf
+from accel.compiler.load.gguf import _blocks, llama
 from accel.compiler.load.gguf._file import GgufTensor, read_gguf
-from accel.compiler.load.tokenizer import read_tokenizer
-from accel.compiler.smoke.source import configuration
+from accel.compiler.load.source import Gguf, open_source
 from accel.ir.codes import Coded
 from accel.ir.errors import AccelError, RecipeError
 from accel.ir.weights import Pages, reading
@@ -165,7 +163,7 @@ def test_the_numbers_are_llama_cpps(kind):
 def test_an_architecture(name, tmp_path):
     arch, config, more = MODELS[name]
     model = made(config())
-    loaded = load_model(write(model, arch, tmp_path / "m.gguf", more=more))
+    loaded = open_source(write(model, arch, tmp_path / "m.gguf", more=more)).load()
     assert type(loaded.model).__name__ in (type(model).__name__, "LlamaForCausalLM")
     wanted, found = logits(model), logits(loaded.model, loaded.stored)
     assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
@@ -173,7 +171,7 @@ def test_an_architecture(name, tmp_path):
 
 def test_rows_of_llamas_queries_are_put_back(plain, model, monkeypatch):
     monkeypatch.setattr(llama, "paired", lambda rows, heads: torch.arange(rows))
-    loaded = load_model(plain)
+    loaded = open_source(plain).load()
     wanted = logits(model)
     assert (logits(loaded.model, loaded.stored) - wanted).abs().max() > 0.01 * wanted.abs().max()
 
@@ -186,7 +184,7 @@ def test_factors_of_the_rotation(tmp_path):
     factors = (plain / model.model.rotary_emb.inv_freq).numpy()
     assert factors.max() > 2
     path = write(model, "llama", tmp_path / "m.gguf", tensors=[("rope_freqs.weight", factors)])
-    loaded = load_model(path)
+    loaded = open_source(path).load()
     assert torch.allclose(logits(loaded.model, loaded.stored), logits(model), atol=1e-4)
     with accel.optimize(path, "base", max_context=32, verify=False) as compiled:
         with compiled.session() as session:
@@ -201,7 +199,7 @@ LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("BF16", "Q8_0", 
 @pytest.mark.parametrize("kind", ["Q5_1", "F16", "Q4_0", *LONG])
 def test_an_artifact(kind, model, tmp_path):
     path = write(model, "llama", tmp_path / "m.gguf", kind, more=bpe())
-    loaded = load_model(path)
+    loaded = open_source(path).load()
     wanted = logits(loaded.model, loaded.stored)
     with accel.optimize(path, "base", max_context=32, out=tmp_path / "out") as compiled:
         report, quantised = compiled.report, kind.startswith("Q")
@@ -231,7 +229,7 @@ def test_offsets_are_added(tmp_path, monkeypatch):
 
     model = made(hf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}))
     path = write(model, "llama", tmp_path / "m.gguf", "Q4_1")
-    loaded = load_model(path)
+    loaded = open_source(path).load()
     wanted = logits(loaded.model, loaded.stored)
     errors = []
 
@@ -260,23 +258,23 @@ def test_experts_stay_codes(tmp_path):
 
 
 def test_what_ends_a_text(plain):
-    config = open_gguf(plain).config
+    config = Gguf(plain).model.config
     assert config["eos_token_id"] == [2, 4] and config["bos_token_id"] == 1  # <|im_end|> too
 
 
 def test_a_tokenizer_of_merges(plain):
-    reader = Reader.from_str(read_tokenizer(None, plain).json.decode())
+    reader = Reader.from_str(open_source(plain).tokenizer.json.decode())
     text = "<|im_start|>the theory, isn't it? 12345\n\n ünder 🙂"
     ids = reader.encode(text).ids
     assert ids[:2] == [1, 3] and reader.decode(ids[2:], skip_special_tokens=False).startswith("the")
-    config = read_tokenizer(None, plain).config
+    config = open_source(plain).tokenizer.config
     assert config.special == {"bos_token": "<s>", "eos_token": "</s>"}
     assert config.templates == {"default": "{{ messages[0].content }}"}
 
 
 def test_a_tokenizer_of_scores(model, tmp_path):
     path = write(model, "llama", tmp_path / "m.gguf", more=spm())
-    reader = Reader.from_str(read_tokenizer(None, path).json.decode())
+    reader = Reader.from_str(open_source(path).tokenizer.json.decode())
     tokens = reader.encode("there  in<|end|>é").tokens
     assert tokens == ["<s>", "▁the", "re", "▁▁", "in", "<|end|>", "▁", "<0xC3>", "<0xA9>"]
     assert reader.decode(reader.encode("the é").ids) == "the é"
@@ -301,11 +299,11 @@ def test_a_model_in_parts(model, plain, tmp_path):
         writer.write_tensors_to_file()
         writer.close()
     first, second = sorted(tmp_path.glob("*.gguf"))
-    loaded = load_model(first)
+    loaded = open_source(first).load()
     assert torch.allclose(logits(loaded.model, loaded.stored), logits(model), atol=1e-4)
     second.unlink()
     with pytest.raises(AccelError, match="m-00002-of-00002.gguf is not beside it: fetch all parts"):
-        load_model(first)
+        open_source(first).load()
 
 
 @pytest.mark.long
@@ -358,7 +356,7 @@ def test_damaged_files_are_refused(name, tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
     with pytest.raises(AccelError, match="is not a whole GGUF file: .*fetch it again") as error:
-        load_model(path)
+        open_source(path).load()
     assert why in str(error.value)
 
 
@@ -367,7 +365,7 @@ def test_every_cut_is_refused(plain, tmp_path):
     for length in [*range(4, 2000, 97), len(data) // 2, len(data) - 40]:
         path.write_bytes(data[:length])
         with pytest.raises(AccelError, match="fetch it again"):
-            load_model(path)
+            open_source(path).load()
 
 
 WRONG = {
@@ -403,10 +401,10 @@ def test_a_configuration_of_odd_tokens(model, tmp_path):
     """As `explain` and `smoke` read it: without the weights."""
     tokens = write(model, "llama", tmp_path / "a.gguf", more=[("tokenizer.ggml.tokens", 7, U32)])
     with pytest.raises(AccelError, match="tokenizer.ggml.tokens is 7, not a list"):
-        configuration(tokens, False)
+        open_source(tokens).config()
     ends = [("tokenizer.ggml.eos_token_id", [1, 2], None)]
     with pytest.raises(AccelError, match=r"eos_token_id is \[1, 2\], and there are 320 tokens"):
-        configuration(write(model, "llama", tmp_path / "b.gguf", more=ends), False)
+        open_source(write(model, "llama", tmp_path / "b.gguf", more=ends)).config()
 
 
 def test_a_tensor_without_a_place_is_refused(model, tmp_path):
@@ -415,7 +413,7 @@ def test_a_tensor_without_a_place_is_refused(model, tmp_path):
     with pytest.raises(
         AccelError, match="blk.0.attn_q.scale has no place in a model of type llama"
     ):
-        load_model(path)
+        open_source(path).load()
 
 
 def test_the_package_is_named_where_it_is_missing(plain, monkeypatch):
@@ -423,13 +421,13 @@ def test_the_package_is_named_where_it_is_missing(plain, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setitem(sys.modules, "gguf.constants", None)
     with pytest.raises(AccelError, match=r"'\.\[gguf\]'"):
-        load_model(plain)
+        open_source(plain).load()
     own._file._sizes.cache_clear()
 
 
 def test_a_folder_of_gguf_files_names_them(plain):
     with pytest.raises(AccelError, match="give the GGUF file itself: .*plain.gguf"):
-        load_model(plain.parent)
+        open_source(plain.parent).load()
 
 
 def test_run_compiles_a_file(plain):

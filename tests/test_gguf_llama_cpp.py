@@ -8,8 +8,7 @@ import transformers as hf
 from tokenizers import Tokenizer
 
 import accel
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source
 from accel.ir.weights import reading
 
 from .gguf_case import SIZE, bpe, spm, write
@@ -70,7 +69,7 @@ def test_logits_are_llama_cpps(kind, whole, tmp_path):
     )
     ids = torch.arange(3, 60, 3)[None]
     wanted = Peer(path).logits(ids[0].tolist())
-    loaded = load_model(path)
+    loaded = open_source(path).load()
     with torch.no_grad(), reading(loaded.stored):
         floats = loaded.model.eval()(ids).logits[0]
     with accel.optimize(path, "base", max_context=64) as compiled, compiled.session() as session:
@@ -93,7 +92,7 @@ def test_text_is_split_as_llama_cpp_splits_it(pre, tmp_path):
     sizes = {**SIZES, "vocab_size": count, "hidden_size": 32, "num_hidden_layers": 1}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))
     path = write(model, "llama", tmp_path / "m.gguf", more=more)
-    reader = Tokenizer.from_str(read_tokenizer(None, path).json.decode())
+    reader = Tokenizer.from_str(open_source(path).tokenizer.json.decode())
     peer = Peer(path)
     for text in TEXTS:
         assert reader.encode(text).ids == peer.ids(text), text

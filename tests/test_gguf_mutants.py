@@ -7,13 +7,11 @@ are exchanged, another rotation.
 import random
 import resource
 import time
-from functools import partial
 
 import pytest
 import torch
 
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source
 from accel.ir.errors import AccelError
 from accel.ir.weights import reading
 
@@ -28,7 +26,7 @@ RAW = ("Error:", "Exception", "object has no", "cannot be loaded")
 
 def weights(path):
     """name -> value."""
-    loaded = load_model(path)
+    loaded = open_source(path).load()
     with reading(loaded.stored):
         named = loaded.model.state_dict(keep_vars=True)
         return {n: loaded.stored[t].read() if t in loaded.stored else t for n, t in named.items()}
@@ -37,7 +35,7 @@ def weights(path):
 def fault(path, want, told):
     """What is wrong with how a mutant is taken; "" where nothing is."""
     start, said = time.perf_counter(), []
-    for act in (weights, partial(read_tokenizer, None)):
+    for act in (weights, lambda path: open_source(path).tokenizer):
         try:
             found = act(path)
         except AccelError as error:

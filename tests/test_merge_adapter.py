@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import accel
-from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.merge import merged
+from accel.compiler.load.source import open_source
 from accel.ir.errors import InputError
 from accel.ir.peft import read_adapter
 
@@ -74,7 +74,7 @@ def test_weights_of_a_folder_stay_mapped_until_they_are_read(tmp_path, llama):
     half = copy.deepcopy(llama).bfloat16()
     half.save_pretrained(tmp_path / "model")
     folder = case.write(tmp_path / "a", half, ["v_proj"], dtype=torch.bfloat16)
-    loaded = load_model(tmp_path / "model")
+    loaded = open_source(tmp_path / "model").load()
     found = merged(loaded.model, loaded.stored, read_adapter(folder))
     want = case.merged(copy.deepcopy(half).float(), folder, 5 / 3)
     for (name, tensor), there in zip(

@@ -8,7 +8,7 @@ import torch
 
 import accel
 from accel import PassError
-from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.source import open_source
 from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.codes import Coded, Codes
@@ -29,7 +29,6 @@ from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
-from accel.passes.clean.linear import Linears
 from accel.passes.clean.real import Reals
 from accel.passes.fuse.heads import Heads
 from accel.passes.fuse.pack import Pack
@@ -37,6 +36,7 @@ from accel.passes.fuse.residual import Residual
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.experts import Experts
 from accel.passes.recognise.gate import Activations, Gates
+from accel.passes.recognise.linear import Linears
 from accel.passes.recognise.norm import Norms
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope
@@ -329,7 +329,7 @@ def test_mistakes_in_few_bits_are_caught_on_real_weights():
     real = pytest.importorskip("real", reason="no tool that fetches models")
     if not real.find("smollm2-135m").there:
         pytest.skip(real.find("smollm2-135m").command)
-    loaded = load_model(real.path("smollm2-135m"))
+    loaded = open_source(real.path("smollm2-135m")).load()
     loaded.model.model.layers = loaded.model.model.layers[:4]
     loaded.model.config.num_hidden_layers = 4
     program = capture(loaded.model, stored=loaded.stored, max_context=64)

@@ -19,8 +19,8 @@ from accel.passes import Pass, Report, run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
-from accel.passes.clean.linear import Linears
 from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.linear import Linears
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope
 from accel.passes.state.layers import signature

@@ -18,8 +18,8 @@ from transformers import (
 
 import accel
 from accel.compiler.explain import explain
-from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.merge import merged
+from accel.compiler.load.source import open_source
 from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.ops.quantized import dequantize, quantized_expert_linear, quantized_linear
@@ -61,7 +61,7 @@ def floats_of(model, floats):
 def test_weights_are_those_of_the_formula(llama, tmp_path, name):
     config, writer, _ = FORMATS[name]
     floats = quantise(llama, tmp_path, config, writer)
-    loaded = load_model(tmp_path)
+    loaded = open_source(tmp_path).load()
     want = logits(floats_of(llama, floats))
     got = logits(loaded.model, loaded.stored)
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
@@ -80,7 +80,7 @@ FEW = ("gptq-order", "packed-zeros", "packed-8", "packed-24", "nvfp4", "fp8")
 def test_codes_stay_codes_of_the_same_numbers(llama, tmp_path, name):
     config, writer, kept = FORMATS[name]
     floats = quantise(llama, tmp_path, config, writer)
-    loaded = load_model(tmp_path)
+    loaded = open_source(tmp_path).load()
     program = capture(loaded.model, stored=loaded.stored)
     steps = run(program, pipeline(own=keeping(program, [])))
     coded = program.nodes(quantized_linear.default)
@@ -170,7 +170,7 @@ def test_layers_of_unlike_codes_stay_apart(llama, tmp_path):
     tensors = load_file(file)
     other, floats[f"{up}.weight"] = gptq(floats[f"{up}.weight"], order=True)
     save_file(tensors | {f"{up}.{k}": v.contiguous() for k, v in other.items()}, file)
-    loaded = load_model(tmp_path)
+    loaded = open_source(tmp_path).load()
     program = capture(loaded.model, stored=loaded.stored)
     run(program, pipeline(own=keeping(program, [])), NumericCheck(program))
     nodes = program.nodes(quantized_linear.default)
@@ -194,7 +194,7 @@ def test_uneven_groups_are_computed_in_float(llama, tmp_path):
     tensors = load_file(file)
     tensors[name] = torch.tensor([0] * 31 + [1] * 33 + [2] * 32, dtype=torch.int32)
     save_file(tensors, file)
-    loaded = load_model(tmp_path)
+    loaded = open_source(tmp_path).load()
     program = capture(loaded.model, stored=loaded.stored)
     steps = run(program, pipeline(own=keeping(program, [])), NumericCheck(program))
     (line,) = [line for step in steps if step.name == "Kept" for line in step.refused]
@@ -213,7 +213,7 @@ def test_experts_stay_codes(tmp_path):
     told, writer, _ = FORMATS["awq"]
     router = "model.layers.0.mlp.gate"
     floats = quantise(model, tmp_path, told, writer, ("lm_head", router))
-    loaded = load_model(tmp_path)
+    loaded = open_source(tmp_path).load()
     assert all(tensor in loaded.stored for tensor in loaded.model.parameters())
     program = capture(loaded.model, stored=loaded.stored)
     steps = run(program, pipeline(own=keeping(program, [])), NumericCheck(program))
@@ -258,7 +258,7 @@ def test_experts_of_gpt_oss(tmp_path):
     told = json.loads((tmp_path / "config.json").read_text())
     told["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(told))
-    loaded = load_model(tmp_path)
+    loaded = open_source(tmp_path).load()
     weights = dict(loaded.model.named_parameters())
     for name in ("gate_up_proj", "down_proj"):
         assert torch.equal(loaded.stored[weights[f"{at}.{name}"]].read(), floats[f"{at}.{name}"])
@@ -299,7 +299,7 @@ def test_what_is_not_read_is_refused(llama, tmp_path, name, more, words):
     quantise(llama, tmp_path, config, writer)
     changed(tmp_path, **more)
     with pytest.raises(accel.CaptureError, match=words) as raised:
-        load_model(tmp_path)
+        open_source(tmp_path).load()
     assert str(raised.value).startswith(str(tmp_path))
 
 
@@ -338,7 +338,7 @@ def test_damage_is_named_before_a_weight_is_read(llama, tmp_path, name, part, ch
         tensors[at] = change(whole)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(accel.CaptureError, match=words) as raised:
-        load_model(tmp_path)
+        open_source(tmp_path).load()
     assert str(raised.value).startswith(f"{tmp_path}: model.layers.0.self_attn.q_proj")
 
 
@@ -384,7 +384,7 @@ def test_what_compressed_tensors_writes(llama, tmp_path, bits, group, symmetric,
 
     config = scheme(form, bits, group)
     floats = quantise(llama, tmp_path, config, write)
-    loaded = load_model(tmp_path)
+    loaded = open_source(tmp_path).load()
     weights = dict(loaded.model.named_parameters())
     for name, want in floats.items():
         if "proj" in name:  # bfloat16 where that package computes in it
@@ -406,7 +406,7 @@ def test_what_bitsandbytes_writes(llama, tmp_path, kind, nested):
         return {"weight": packed, **parts}, functional.dequantize_4bit(packed, state)
 
     floats = quantise(llama, tmp_path, told("bitsandbytes", load_in_4bit=True), write)
-    loaded = load_model(tmp_path)
+    loaded = open_source(tmp_path).load()
     weights = dict(loaded.model.named_parameters())
     plain = llama.state_dict()
     for name, want in floats.items():
@@ -426,7 +426,7 @@ def test_transformers_reads_the_same_fp8(llama, tmp_path):
     config, writer, _ = FORMATS["fp8"]
     quantise(llama, tmp_path, config, writer)
     theirs = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    loaded = load_model(tmp_path)
+    loaded = open_source(tmp_path).load()
     got, want = logits(loaded.model, loaded.stored), logits(theirs)
     assert torch.allclose(got, want, atol=1e-5 * float(want.abs().max()))
 
@@ -440,7 +440,7 @@ def test_adapters_go_with_codes(llama, tmp_path, name):
     base = floats_of(llama, floats)
     folder = adapter_case.write(tmp_path / "a", llama, ["q_proj", "down_proj"], rank=3, alpha=5)
     adapted = adapter_case.merged(base, folder, 5 / 3)
-    loaded = load_model(tmp_path / "model")
+    loaded = open_source(tmp_path / "model").load()
     found = merged(loaded.model, loaded.stored, read_adapter(folder))
     for parameter, tensor in loaded.model.named_parameters():
         want = adapted.get_parameter(parameter).detach()

@@ -9,8 +9,8 @@ from bench_floats import agreement, texts
 
 import accel
 from accel.compiler.load import floats
-from accel.compiler.load.gguf import llama, open_gguf
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.gguf import llama
+from accel.compiler.load.source import Gguf, open_source
 from accel.ir.codes import Coded
 
 WORDS = (
@@ -29,18 +29,18 @@ FILES = ("smollm2-135m", "gemma3-270m", "qwen-coder-0.5b", "qwen-coder-1.5b")
 
 
 def test_smollm2_says_what_it_is(smollm2):
-    config = open_gguf(smollm2).config
+    config = Gguf(smollm2).model.config
     wanted = {
         "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9,
         "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
     }  # fmt: skip
     assert {key: config[key] for key in wanted} == wanted
-    kept = [w for w in open_gguf(smollm2).weights()[0].values() if isinstance(w, Coded)]
+    kept = [w for w in Gguf(smollm2).model.weights()[0].values() if isinstance(w, Coded)]
     assert {weight.layout.bits for weight in kept} == {4, 8}, "Q4_1, and Q8_0 for the embedding"
 
 
 def test_smollm2_reads_texts_and_knows_where_an_answer_ends(smollm2):
-    tokenizer = read_tokenizer(None, smollm2)
+    tokenizer = open_source(smollm2).tokenizer
     for text in WORDS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("The sky is blue.") == [504, 6376, 314, 4461, 30]
@@ -48,7 +48,7 @@ def test_smollm2_reads_texts_and_knows_where_an_answer_ends(smollm2):
     assert prompt.endswith(
         "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n"
     )
-    ends = open_gguf(smollm2).config["eos_token_id"]
+    ends = Gguf(smollm2).model.config["eos_token_id"]
     assert {tokenizer.token(i) for i in ends} == {"<|im_end|>", "<|endoftext|>"}
     assert tokenizer.apply_chat_template(TURNS).count(ends[0]) == prompt.count("<|im_end|>")
 
@@ -75,7 +75,7 @@ def prompts(tokenizer):
 @pytest.mark.timeout(1800)
 def test_greedy_texts_are_those_of_transformers(smollm2_folder):
     """64 tokens of ten prompts, or fewer where the model ends its answer."""
-    given = prompts(read_tokenizer(None, smollm2_folder))
+    given = prompts(open_source(smollm2_folder).tokenizer)
     with accel.optimize(smollm2_folder, "base", max_context=256, threads=1) as compiled:
         found = [list(compiled.generate([ids], max_new_tokens=64).tokens[0]) for ids in given]
     model = hf.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
@@ -104,7 +104,7 @@ def test_greedy_texts_are_those_of_llama_cpp(name, real_model, tmp_path):
 
     file = real_model(name)
     floats.write(file, tmp_path / "floats")
-    given = prompts(read_tokenizer(None, tmp_path / "floats"))
+    given = prompts(open_source(tmp_path / "floats").tokenizer)
     with accel.optimize(tmp_path / "floats", "base", max_context=256, threads=1) as compiled:
         ends = set(compiled.facts.eos)
         found = [list(compiled.generate([ids], max_new_tokens=64).tokens[0]) for ids in given]

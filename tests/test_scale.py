@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from accel import CaptureError, optimize
-from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.shards import INDEX, SINGLE
+from accel.compiler.load.source import open_source
 from accel.ir import weights as storage
 from accel.ir.capture.capture import capture
 from accel.ir.capture.examples import example
@@ -70,7 +70,7 @@ def reference(path):
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_streamed_model_is_the_one_that_transformers_loads(saved, name, sharded, dtype):
     path = saved(name, dtype, sharded)
-    loaded, want = load_model(path), reference(path)
+    loaded, want = open_source(path).load(), reference(path)
     tokens = example(2, 9, 61)[0]
     assert torch.equal(logits(loaded.model, tokens, loaded.stored), logits(want, tokens))
     assert loaded.model.generation_config.eos_token_id == want.generation_config.eos_token_id
@@ -92,7 +92,7 @@ def test_what_transformers_writes_into_a_weight_is_kept(saved, monkeypatch, dtyp
     plain = logits(reference(path), tokens)
     monkeypatch.setattr(LlamaForCausalLM, "tie_weights", double)
     want = logits(reference(path), tokens)
-    loaded = load_model(path)
+    loaded = open_source(path).load()
     assert torch.equal(logits(loaded.model, tokens, loaded.stored), want)
     assert not torch.equal(want, plain)
     assert loaded.model.lm_head.weight not in loaded.stored
@@ -104,7 +104,7 @@ def test_pages_that_are_given_back_are_read_again(saved, monkeypatch):
     monkeypatch.setattr(Pages, "LIMIT", 1 << 12)
     real = Pages.release
     monkeypatch.setattr(Pages, "release", lambda self: given.append(real(self)))
-    loaded = load_model(path)
+    loaded = open_source(path).load()
     got = [logits(loaded.model, tokens, loaded.stored) for _ in range(2)]
     assert len(given) > 4
     assert all(torch.equal(g, logits(reference(path), tokens)) for g in got)
@@ -119,7 +119,7 @@ def test_the_program_of_a_half_checkpoint_is_that_of_its_float32_copy(saved, tmp
     reference(half).save_pretrained(tmp_path)
     programs = []
     for path in (half, tmp_path):
-        loaded = load_model(path)
+        loaded = open_source(path).load()
         programs.append(capture(loaded.model, stored=loaded.stored))
     assert programs[0].text() == programs[1].text()
     tokens, positions = example(2, 11, 61)
@@ -277,7 +277,7 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, name):
     sharded, damage, words = BROKEN[name]
     monkeypatch.setattr(models, "LAYERS", 2)
     models.llama().save_pretrained(tmp_path, max_shard_size="30KB" if sharded else "1GB")
-    load_model(tmp_path)  # whole
+    open_source(tmp_path).load()  # whole
     damage(tmp_path)
     with pytest.raises(CaptureError, match=words):
-        load_model(tmp_path)
+        open_source(tmp_path).load()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
-from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.source import open_source
 
 from .test_gguf import SIZES, made
 from .test_gguf_mutants import fault, weights
@@ -123,5 +123,5 @@ def test_what_the_model_has_no_place_for_is_told_of(saved, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (note,) = load_model(folder).notes
+    (note,) = open_source(folder).load().notes
     assert "does not use 1 tensor (model.layers.0.self_attn.q_proj.bias)" in note

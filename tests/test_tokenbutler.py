@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 import accel
 from accel.compiler.assemble import assemble
-from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.source import open_source
 from accel.compiler.over_state import keys_of
 from accel.compiler.train.runs.fit import Fit
 from accel.ir.capture.capture import capture
@@ -232,7 +232,7 @@ def test_the_bundled_part_knows_more_than_position():
     """What of the bundled model's attention lies on the 16 tokens of 240 that it foretells, beside chance; from layer
     5 on also beside the newest: before, attention is nearly local.
     """
-    loaded = load_model(REFERENCE)
+    loaded = open_source(REFERENCE).load()
     program = over_state(capture(loaded.model, stored=loaded.stored))
     text = (REFERENCE / "calibration.txt").read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(REFERENCE / "tokenizer.json")).encode(text[:4000]).ids[:241]

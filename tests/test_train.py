@@ -15,7 +15,7 @@ import accel
 from accel import cli
 from accel.compiler import measure
 from accel.compiler.assemble import assemble
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source
 from accel.compiler.over_state import keys_of
 from accel.compiler.train import kind, source
 from accel.compiler.train.options import TrainOptions
@@ -128,7 +128,7 @@ def tiny(tmp_path_factory):
 def opened(tiny):
     """It as parts are made for it, captured once."""
     quiet = (lambda *_: None,) * 2
-    return Source(tiny, read_tokenizer(None, tiny), None, *quiet)
+    return Source(tiny, open_source(tiny).tokenizer, None, *quiet)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def make(
     """Write a datastore, or trigrams. Raises AccelError."""
     if out.exists():
         raise InputError(f"{out} exists; give another folder, or remove it")
-    tokenizer = read_tokenizer(model, None)
+    tokenizer = read_tokenizer(model)
     assert tokenizer is not None, "a path was given"
     tokens = np.array(tokens_of(tokenizer, texts), np.int32)
     store = Trigrams.of(tokens) if trigrams else Datastore.of(tokens, shard)

@@ -65,9 +65,9 @@ def open_model(
                 f"out, or build first: accel-compile build {path} --out DIR"
             )
         with extra("compile"):
-            from accel.compiler.load.tokenizer import read_tokenizer
+            from accel.compiler.load.source import open_source, tokenizer_of
             from accel.compiler.optimize import optimize
-        tokenizer = read_tokenizer(build.get("tokenizer"), path)
+        tokenizer = tokenizer_of(build.get("tokenizer"), open_source(path))
         if tokenizer is not None:
             check(tokenizer.config)
         with progress("compile") as watch:

@@ -4,7 +4,6 @@ lies in an artifact, and that it fits.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,9 +12,7 @@ from pathlib import Path
 
 from accel.compiler.assemble import Plan, assemble
 from accel.compiler.build_options import BuildOptions
-from accel.compiler.load.gguf import open_gguf
-from accel.compiler.load.gguf._file import is_gguf, read_gguf
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import Source, open_source
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
@@ -113,12 +110,13 @@ def check_draft(plan: Plan, target: Facts, tokenizer: Tokenizer | None) -> None:
     path: Path | None = None if draft is None else draft.draft_folder()
     if path is None:
         return
+    source = open_source(path)
     if (path / MANIFEST).is_file():
-        _check(plan, path, target, tokenizer, open_artifact(path).facts)
+        _check(plan, source, target, tokenizer, open_artifact(path).facts)
     else:
-        _check_tokens(path, target, tokenizer, _declared(path))
-    if Invariant.DRAFT_MODEL in plan.methods["loop"].relies and tokenizer and _has_tokenizer(path):
-        if not same_tokens(tokenizer, read_tokenizer(None, path)):
+        _check_tokens(source, target, tokenizer, source.vocab_size)
+    if Invariant.DRAFT_MODEL in plan.methods["loop"].relies and tokenizer and source.has_tokenizer:
+        if not same_tokens(tokenizer, source.tokenizer):
             raise RecipeError(
                 f"loop.{plan.methods['loop'].use}: {path} has another tokenizer than the model, and this loop gives it "
                 f"tokens, not text; use loop = speculative, or {_another(path)}"
@@ -134,7 +132,7 @@ def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build 
     path: Path | None = None if draft is None else draft.draft_folder()
     if path is None:
         return None
-    if not path.is_dir() and not is_gguf(path):
+    if not path.is_dir() and not open_source(path).has_weights:
         what = "is no GGUF file" if path.is_file() else "does not exist"
         raise RecipeError(
             f"recipe '{plan.recipe.name}': draft.model: {path} {what}; set `path` to an artifact (accel-compile "
@@ -196,7 +194,7 @@ def _build(
         )
         model = compile_model(path, _recipe(plan), own, folder)
         try:
-            _check(plan, path, target, tokenizer, model.facts)
+            _check(plan, open_source(path), target, tokenizer, model.facts)
         except RecipeError:
             model.close()
             raise
@@ -211,22 +209,11 @@ def check_rewind(model: CompiledModel, plan: Plan) -> None:
     Follower(model, 1, _grows(plan)).close()
 
 
-def _declared(path: Path) -> int | None:
-    """The vocabulary that a Hugging Face directory or a GGUF file says it has, before its weights are read."""
-    if is_gguf(path):
-        size: int = open_gguf(path).config["vocab_size"]
-        return size
-    try:
-        found = json.loads((path / "config.json").read_text(encoding="utf-8")).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None  # which loading it will name
-    return found if isinstance(found, int) else None
-
-
 def _check(
-    plan: Plan, path: Path, target: Facts, tokenizer: Tokenizer | None, facts: Facts
+    plan: Plan, source: Source, target: Facts, tokenizer: Tokenizer | None, facts: Facts
 ) -> None:
-    """Raise RecipeError where the model of this path cannot draft for the target, with both sides."""
+    """Raise RecipeError where a model cannot draft for the target, with both sides."""
+    path = source.path
     use, fills = plan.recipe.tables["draft"]["use"], plan.methods["draft"].fills
     if fills and facts.diffusion is None:
         raise RecipeError(
@@ -245,20 +232,13 @@ def _check(
             f"draft.model: {path} was built for batches of up to {facts.max_batch}, but the "
             f"model for {target.max_batch}; build it with max_batch={target.max_batch}"
         )
-    _check_tokens(path, target, tokenizer, facts.vocab_size)
-    if fills and tokenizer is not None and _has_tokenizer(path):
-        if not same_tokens(tokenizer, read_tokenizer(None, path)):
+    _check_tokens(source, target, tokenizer, facts.vocab_size)
+    if fills and tokenizer is not None and source.has_tokenizer:
+        if not same_tokens(tokenizer, source.tokenizer):
             raise RecipeError(
                 f"draft.{use}: {path} has another tokenizer than the model, and fills masks by its own tokens; "
                 f"{_another(path)}"
             )
-
-
-def _has_tokenizer(path: Path) -> bool:
-    """Whether a draft model's files say how text is cut into tokens."""
-    if is_gguf(path):
-        return read_gguf(path).fields.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
-    return (path / "tokenizer.json").is_file()
 
 
 def _another(path: Path) -> str:
@@ -268,8 +248,11 @@ def _another(path: Path) -> str:
     return f"{own}set `path` to a model of the same tokens: an artifact, a Hugging Face directory or a GGUF file"
 
 
-def _check_tokens(path: Path, target: Facts, tokenizer: Tokenizer | None, size: int | None) -> None:
-    sides = ("the model", tokenizer), ("the draft model", _has_tokenizer(path))
+def _check_tokens(
+    source: Source, target: Facts, tokenizer: Tokenizer | None, size: int | None
+) -> None:
+    path = source.path
+    sides = ("the model", tokenizer), ("the draft model", source.has_tokenizer)
     lack = [who for who, there in sides if not there]
     if size not in (None, target.vocab_size) and lack:
         raise RecipeError(

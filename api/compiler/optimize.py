@@ -17,10 +17,9 @@ from accel.compiler.draft_build import check_draft, own_plan
 from accel.compiler.in_process import in_process_model
 from accel.compiler.job import Job, Progress
 from accel.compiler.load.beside import beside
-from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.hub import model_folder
 from accel.compiler.load.merge import merged
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source, tokenizer_of
 from accel.compiler.measure import measure_missing
 from accel.compiler.pipeline import pipeline, reads_text
 from accel.compiler.quality.calibration import make_calibration, read_calibration, sample
@@ -142,15 +141,17 @@ def build(
         AtomicOutputDir(out).check()
     job = _started(recipe, options, progress)
     merge = None if options.merge_adapter is None else read_adapter(options.merge_adapter)
-    path = model_folder(model, options.download) if isinstance(model, (str, Path)) else None
+    source = None
+    if isinstance(model, (str, Path)):
+        source = open_source(model_folder(model, options.download))
     with job.part("tokenizer", 0.0):
-        tokenizer = read_tokenizer(options.tokenizer, path)
+        tokenizer = tokenizer_of(options.tokenizer, source)
     _check_tokenizer(job, tokenizer)
     stored: dict[Tensor, Stored] = {}
     notes: list[str] = []
-    if path is not None:
+    if source is not None:
         with job.part("load", 0.0):
-            loaded = load_model(path, options.trust_remote_code)
+            loaded = source.load(options.trust_remote_code)
             model, stored, notes = loaded.model, loaded.stored, loaded.notes
             del loaded
     if merge is not None:
@@ -162,7 +163,7 @@ def build(
     with job.part("capture", 0.1):
         program = capture_inspected(model, traits, stored)
     program.facts.notes += notes
-    if path is not None:
+    if source is not None:
         del model, stored  # the weights live on only where the program still reads them
     return _compiled(job, program, tokenizer, out)
 

@@ -9,7 +9,6 @@ from accel.passes import Pass
 from accel.passes.adapters.lora import Lora
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
-from accel.passes.clean.linear import Linears
 from accel.passes.clean.real import Reals
 from accel.passes.fuse.heads import Heads
 from accel.passes.fuse.pack import Pack
@@ -17,6 +16,7 @@ from accel.passes.fuse.residual import Residual
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.experts import Experts
 from accel.passes.recognise.gate import Activations, Gates
+from accel.passes.recognise.linear import Linears
 from accel.passes.recognise.norm import Norms
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope

@@ -183,13 +183,10 @@ def peers(
 
 def limits(model: Path, cases: list[Case], new: int) -> tuple[int, int]:
     """The longest sequence and the most rows that the cases need. Raises ValueError."""
-    if model.is_file():
-        from accel.compiler.load.gguf import read_gguf
+    if model.is_file() or (model / "config.json").is_file():
+        from accel.compiler.load.source import open_source
 
-        fields = read_gguf(model).fields
-        most = int(fields[f"{fields['general.architecture']}.context_length"])
-    elif (model / "config.json").is_file():
-        most = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+        most = open_source(model).config().max_position_embeddings
     else:
         raise ValueError(
             f"{model} holds no config.json: give a checkpoint folder, as `shape` writes, or a GGUF file"

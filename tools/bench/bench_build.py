@@ -33,8 +33,7 @@ from leaderboard import suited
 from reference_data import REFERENCE
 
 from accel.compiler.build_options import BuildOptions
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source
 from accel.compiler.optimize import build_captured
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program
@@ -58,7 +57,7 @@ class Clock:
 
 def built(program: Program, recipe: str) -> dict[str, float]:
     """Processor seconds of the parts of a build after the capture."""
-    clock, tokenizer = Clock(), read_tokenizer(None, REFERENCE)
+    clock, tokenizer = Clock(), open_source(REFERENCE).tokenizer
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         build_captured(program, recipe, BuildOptions(), tokenizer, out, clock).close()
@@ -124,7 +123,7 @@ def main() -> None:
         return
     warnings.filterwarnings("ignore")
     start = time.process_time()
-    loaded = load_model(REFERENCE)
+    loaded = open_source(REFERENCE).load()
     program = capture(loaded.model, max_context=2048, stored=loaded.stored)
     fixed = time.process_time() - start
     built(program, "base")  # warms up

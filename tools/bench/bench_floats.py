@@ -28,8 +28,7 @@ from torch import Tensor
 
 from accel.cli import told
 from accel.commands import console
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source
 from accel.ir.errors import AccelError, InputError
 from accel.ir.weights import reading
 
@@ -64,7 +63,7 @@ def agreement(folder: Path, file: Path, text: str, tokens: int) -> Agreement:
     """On the first tokens of a text, as the file's tokenizer gives them. Raises AccelError."""
     from llama_logits import Peer
 
-    tokenizer = read_tokenizer(None, folder)
+    tokenizer = open_source(folder).tokenizer
     assert tokenizer is not None
     ids = tokenizer.encode(text)[:tokens]
     wanted = _logits(folder, ids)
@@ -95,7 +94,7 @@ def compared(wanted: Tensor, found: Tensor, ids: Tensor) -> Agreement:
 
 
 def _logits(folder: Path, ids: list[int]) -> Tensor:
-    loaded = load_model(folder)
+    loaded = open_source(folder).load()
     with torch.no_grad(), reading(loaded.stored):
         found: Tensor = loaded.model.eval()(torch.tensor([ids]), use_cache=False).logits[0]
     return found

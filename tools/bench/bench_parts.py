@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 import typer
 
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source
 from accel.compiler.train.kind import kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import Source
@@ -33,7 +33,7 @@ def main(
     """Print a row for each table when it is measured."""
     torch.set_num_threads(1)
     quiet = (lambda *_: None,) * 2
-    source = Source(model, read_tokenizer(None, model), None, *quiet)
+    source = Source(model, open_source(model).tokenizer, None, *quiet)
     start = time.process_time()
     facts = source.program.facts
     print(

@@ -106,10 +106,10 @@ def importance(floats: Path, tokens: Any) -> Arrays:
     """Mean squares of what each matrix is multiplied with, [K] by name, on token ids [n,T]."""
     import torch
 
-    from accel.compiler.load.checkpoint import load_model
+    from accel.compiler.load.source import open_source
     from accel.ir.weights import reading
 
-    loaded = load_model(floats)
+    loaded = open_source(floats).load()
     found: Arrays = {}
 
     def watch(name: str) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 from matrix import Case
 from tokenizers import Tokenizer
 
-from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.source import open_source
 from accel.compiler.over_state import over_state
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
@@ -113,7 +113,7 @@ class Greedy(matrix_loops.Loops):
 
 @cache
 def _captured() -> Program:
-    loaded = load_model(MODEL)
+    loaded = open_source(MODEL).load()
     return over_state(capture(loaded.model, max_context=512, stored=loaded.stored))
 
 

@@ -37,7 +37,7 @@ from reference_data import REFERENCE
 import accel
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.choose.builds import Builds
-from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.source import open_source
 from accel.compiler.over_state import over_state
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
@@ -61,7 +61,7 @@ def claims() -> dict[str, Callable[[], Iterator[Row]]]:
 
 def unlike(given: list[Any], boundaries: tuple[float, ...] = (0.7, 0.5, 0.3)) -> list[float]:
     """The share of tokens whose query is a boundary of `louiskv`, a mean over the layers, of the whole model."""
-    loaded = load_model(REFERENCE)
+    loaded = open_source(REFERENCE).load()
     program = over_state(capture(loaded.model, stored=loaded.stored))
     rows = torch.from_numpy(np.stack(given))
     (found,) = observed(program, [(rows, torch.ones(rows.shape[0], rows.shape[1] - 1))])

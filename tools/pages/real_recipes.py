@@ -41,8 +41,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import accel
 from accel.compiler.build_options import BuildOptions
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source
 from accel.compiler.optimize import build_captured
 from accel.compiler.quality.divergence import Odds, along, divergence
 from accel.ir.capture.capture import capture
@@ -158,12 +157,12 @@ def measure(model: Path, cases: list[Case], results: Path, train: bool = False) 
         tempfile.TemporaryDirectory() as place,
     ):
         task = bar.add_task("capture", total=len(cases))
-        tokenizer = read_tokenizer(None, model)
+        tokenizer = open_source(model).tokenizer
         if tokenizer is None or not tokenizer.config.templates:
             raise InputError(
                 f"{model.name} has no chat template, and is asked questions: give another"
             )
-        loaded = load_model(model)
+        loaded = open_source(model).load()
         program = capture(loaded.model, max_context=CONTEXT, stored=loaded.stored)
         base: Base | None = None
         for case in [Case("base"), *(c for c in cases if c.recipe != "base")]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from accel.compiler.assemble import Plan
 from accel.compiler.build_options import BuildOptions
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source, tokenizer_of
 from accel.compiler.optimize import build_captured
 from accel.compiler.pipeline import reads_text
 from accel.ir.capture.capture import capture
@@ -25,8 +24,9 @@ class Builds:
 
     def __init__(self, model: Path, options: BuildOptions):
         self.options = replace(options, verify=False)
-        self.tokenizer = read_tokenizer(options.tokenizer, model)
-        loaded = load_model(model, options.trust_remote_code)
+        source = open_source(model)
+        self.tokenizer = tokenizer_of(options.tokenizer, source)
+        loaded = source.load(options.trust_remote_code)
         self.program: Program = capture(
             loaded.model, max_context=options.max_context, stored=loaded.stored
         )

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.config import check_type, read_config
-from accel.compiler.load.gguf._file import is_gguf
+from accel.compiler.load.config import check_type
 from accel.compiler.load.hub import model_folder
+from accel.compiler.load.source import open_source
 from accel.compiler.smoke import clone, source
 from accel.compiler.smoke.tiny_models import randomise
 from accel.ir.capture.capture import capture, capture_inspected
@@ -80,19 +79,20 @@ def subject(model: Any, max_context: int, check: Check, trust_remote_code: bool 
         module = model if isinstance(model, nn.Module) else source.small_model(str(model)).model
         return _whole(module, max_context, check)
     path = model_folder(model) if "/" in str(model) else Path(model)
-    config = source.configuration(path, trust_remote_code) if path.exists() else _usual(str(model))
+    found = open_source(path)
+    config = found.config(trust_remote_code) if path.exists() else _usual(str(model))
     with torch.device("meta"):
         empty = source.of_config(config, trust_remote_code)
     if sum(p.numel() for p in empty.parameters()) > WHOLE:
-        found = _sketch(config, empty, max_context, check, trust_remote_code)
-        if is_gguf(path) or path.exists() and read_config(path).get("quantization_config"):
-            found.notes.append("its weights are quantised, and are counted as float32 here")
-        return found
-    if is_gguf(path) or path.is_dir() and any(path.glob("*.safetensors")):
-        loaded = load_model(path, trust_remote_code)
-        found = _whole(loaded.model, max_context, check, loaded.stored)
-        found.program.facts.notes += loaded.notes
-        return found
+        sketch = _sketch(config, empty, max_context, check, trust_remote_code)
+        if path.exists() and found.quantised:
+            sketch.notes.append("its weights are quantised, and are counted as float32 here")
+        return sketch
+    if found.has_weights:
+        loaded = found.load(trust_remote_code)
+        subject = _whole(loaded.model, max_context, check, loaded.stored)
+        subject.program.facts.notes += loaded.notes
+        return subject
     made = randomise(source.of_config(config, trust_remote_code), str(config.model_type))
     note = "there are no weights beside the configuration: random weights are used"
     return Subject(_whole(made.eval(), max_context, check).program, notes=[note])

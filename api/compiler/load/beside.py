@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source
 from accel.ir.capture.capture import capture
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
@@ -30,9 +29,10 @@ def beside(
     path, who = Path(named.beside), type(named).__name__
     if not path.is_dir():
         raise RecipeError(f"{who}: {path} is not a folder; set `aux` to a Hugging Face directory")
-    loaded = load_model(path)
+    source = open_source(path)
+    loaded = source.load()
     program = capture(loaded.model, facts.max_context, loaded.stored)
-    check_tokens(who, path, program.facts, facts, read_tokenizer(None, path), tokenizer)
+    check_tokens(who, path, program.facts, facts, source.tokenizer, tokenizer)
     until = next(i for i, step in enumerate(every) if isinstance(step, Latent))
     run(program, every[:until])
     return program

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory or a GGUF file -> module; it never runs code of its own."""
+"""The tensors of a checkpoint -> a module whose weights stay where they lie until they are read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel.compiler.load.config import auto_class, quantisation, read_config, refuse
-from accel.compiler.load.gguf import open_gguf
-from accel.compiler.load.gguf._file import is_gguf
-from accel.compiler.load.quantised import dequantised
-from accel.compiler.load.shards import Shards, read_shards
-from accel.ir.errors import AccelError, CaptureError
+from accel.compiler.load.config import auto_class
+from accel.compiler.load.shards import Shards
+from accel.ir.errors import CaptureError
 from accel.ir.weights import Experts, Pages, Stored, stand_in
 
 aten = torch.ops.aten
-
-_OWN_WAY = ("auto_map", "transformers_weights")  # left to transformers whole
 
 
 @dataclass(frozen=True)
@@ -39,68 +34,7 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
 
 
-def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
-    """The decoder or encoder-decoder of a directory or a GGUF file; its weights stay in the files until they are read.
-
-    Raises:
-        CaptureError: not a model, no such architecture, missing or damaged weights, or a
-            model that brings its own code without `trust_remote_code`.
-    """
-    from transformers.utils import logging
-
-    quiet = logging.is_progress_bar_enabled()
-    level = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()  # what it would report is an error here, or of no interest
-    try:
-        return _of_gguf(path) if is_gguf(path) else _of_folder(path, trust_remote_code)
-    except AccelError:
-        raise
-    except Exception as error:  # transformers raises many kinds
-        raise CaptureError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
-    finally:
-        logging.set_verbosity(level)
-        if quiet:
-            logging.enable_progress_bar()
-
-
-def _of_folder(path: Path, trust_remote_code: bool) -> Loaded:
-    from transformers import AutoConfig
-
-    config = read_config(path)
-    refuse(path, config, trust_remote_code)
-    told = quantisation(path, config)
-    if not any(path.glob("*.safetensors")):
-        raise CaptureError(
-            f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
-        )
-    if any(config.get(key) for key in _OWN_WAY):
-        return Loaded(_whole(path, auto_class(config), trust_remote_code), {})
-    shards = read_shards(path)
-    stored, notes = _stored(shards), list[str]()
-    if told:
-        try:
-            stored, notes = dequantised(told, shards.tensors, stored, shards.pages)
-        except CaptureError as error:
-            raise CaptureError(f"{path}: {error}") from None
-    found = AutoConfig.from_pretrained(path, local_files_only=True)
-    if hasattr(found, "quantization_config"):
-        del found.quantization_config  # its weights are floats to transformers
-    return _streamed(path, found, stored, shards.pages, notes)
-
-
-def _of_gguf(path: Path) -> Loaded:
-    from transformers import AutoConfig
-
-    given = open_gguf(path)
-    stored, notes = given.weights()
-    config = AutoConfig.for_model(**given.config)
-    loaded = _streamed(path, config, stored, given.file.pages, notes, every=True)
-    given.architecture.adapt(loaded.model)
-    return loaded
-
-
-def _whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
+def whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
     """As transformers loads it, in memory."""
     model, info = auto.from_pretrained(
         path,
@@ -112,7 +46,7 @@ def _whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
     return _complete(path, model, info)
 
 
-def _stored(shards: Shards) -> dict[str, Stored]:
+def place_weights(shards: Shards) -> dict[str, Stored]:
     """Each tensor of a checkpoint as a module holds it: floats are float32."""
     found = {}
     for name, tensor in shards.tensors.items():
@@ -121,7 +55,7 @@ def _stored(shards: Shards) -> dict[str, Stored]:
     return found
 
 
-def _streamed(
+def streamed(
     path: Path,
     config: Any,
     sources: Mapping[str, Stored],

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accel.compiler.load.config import auto_class
-from accel.compiler.load.gguf import Base, GgufModel, open_gguf
-from accel.compiler.load.tokenizer import read_tokenizer, write_tokenizer
+from accel.compiler.load.gguf import Base, GgufModel
+from accel.compiler.load.source import Gguf
+from accel.compiler.load.tokenizer import write_tokenizer
 from accel.ir.errors import CaptureError, InputError
 from accel.ir.weights import Stored
 
@@ -55,18 +56,19 @@ def write(
 
 
 def _fill(file: Path, folder: Path, dtype: torch.dtype, watch: Watch) -> None:
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    given = open_gguf(file)
+    source = Gguf(file)
+    given = source.model
     _sayable(given)
-    config = AutoConfig.for_model(**given.config)
+    config = source.config()
     with torch.device("meta"):
         config.architectures = [type(auto_class(given.config).from_config(config)).__name__]
     config.dtype = dtype
     config.save_pretrained(folder)
     ends = {name: given.config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
     GenerationConfig(**{f"{name}_token_id": i for name, i in ends.items()}).save_pretrained(folder)
-    tokenizer = read_tokenizer(None, file)
+    tokenizer = source.tokenizer
     if tokenizer is not None:
         write_tokenizer(tokenizer, folder)
     weights, _ = given.weights()

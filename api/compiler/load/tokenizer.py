@@ -7,34 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from accel.compiler.load.added_tokens import with_added
-from accel.compiler.load.gguf._file import is_gguf, read_gguf
+from accel.compiler.load.gguf._file import GgufFile
 from accel.compiler.load.gguf._tokenizer import tokenizer_config, tokenizer_json
 from accel.ir.errors import CaptureError
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 
 
-def read_tokenizer(tokenizer: Any, model_path: Path | None) -> Tokenizer | None:
-    """With the tokens, special tokens and chat templates that the files beside it tell of; None where there is none.
-
-    `tokenizer`: a `tokenizers.Tokenizer`, a fast Hugging Face tokenizer, the path of a tokenizer.json or of its
-    folder; None: of the model directory or GGUF file. Raises CaptureError.
+def read_tokenizer(tokenizer: Any) -> Tokenizer:
+    """That which a user gives: a `tokenizers.Tokenizer`, a fast Hugging Face tokenizer, the path of a tokenizer.json
+    or of its folder. Raises CaptureError.
     """
-    if isinstance(tokenizer, (str, Path)):
-        file = Path(tokenizer)
-        file = file / TOKENIZER if file.is_dir() else file
-        if not file.is_file():
-            raise CaptureError(
-                f"{file}: no tokenizer there; give a tokenizer.json or its directory"
-            )
-    elif tokenizer is None and model_path is not None and is_gguf(model_path):
-        return _of_gguf(model_path)
-    elif tokenizer is None:
-        file = (model_path or Path()) / TOKENIZER
-        if model_path is None or not file.is_file():
-            return None
-    else:
+    if not isinstance(tokenizer, (str, Path)):
         return _of_object(tokenizer)
+    file = Path(tokenizer)
+    file = file / TOKENIZER if file.is_dir() else file
+    if not file.is_file():
+        raise CaptureError(f"{file}: no tokenizer there; give a tokenizer.json or its directory")
+    return of_file(file)
+
+
+def of_file(file: Path) -> Tokenizer:
+    """A tokenizer.json, with the tokens, special tokens and chat templates that the files beside it tell of."""
     try:
         found = Tokenizer(file, TokenizerConfig.read(file.parent))
         data = with_added(found.json, file.parent)
@@ -43,8 +37,8 @@ def read_tokenizer(tokenizer: Any, model_path: Path | None) -> Tokenizer | None:
         raise CaptureError(f"{error}; correct the file, or remove it") from error
 
 
-def _of_gguf(path: Path) -> Tokenizer | None:
-    file = read_gguf(path)
+def of_gguf(file: GgufFile) -> Tokenizer | None:
+    """What a GGUF file holds; None where it holds none."""
     text = tokenizer_json(file)
     if text is None:
         return None
@@ -52,7 +46,7 @@ def _of_gguf(path: Path) -> Tokenizer | None:
         return Tokenizer(text.encode(), TokenizerConfig.of(tokenizer_config(file)))
     except ValueError as error:
         raise CaptureError(
-            f"{path}: {error}; give the model's tokenizer.json with tokenizer=…"
+            f"{file.path}: {error}; give the model's tokenizer.json with tokenizer=…"
         ) from error
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.compiler.load.config import auto_class, check_type, read_config, refuse
-from accel.compiler.load.gguf import open_gguf
-from accel.compiler.load.gguf._file import is_gguf
+from accel.compiler.load.config import auto_class, check_type
+from accel.compiler.load.source import open_source
 from accel.compiler.smoke.clone import clone
 from accel.compiler.smoke.tiny_models import randomise, small_config, written_out
 from accel.ir.capture.inspect import inspect
@@ -51,7 +50,8 @@ def small_model(given: Any, trust_remote_code: bool = False) -> Source:
         )
     path = Path(given)
     if path.exists():
-        return _of_path(path, trust_remote_code)
+        config = open_source(path).config(trust_remote_code)  # its weights are not read
+        return _cloned(config, trust_remote_code=trust_remote_code)
     name = str(given)
     if ":" in name:
         return _as_it_is(_called(name), name)
@@ -63,32 +63,6 @@ def small_model(given: Any, trust_remote_code: bool = False) -> Source:
     ):
         raise CaptureError(f"{given} does not exist; give a directory with a config.json")
     return _of_type(name)
-
-
-def _of_path(path: Path, trust_remote_code: bool) -> Source:
-    """A directory, a config.json or a GGUF file; weights that lie there are not read."""
-    return _cloned(configuration(path, trust_remote_code), trust_remote_code=trust_remote_code)
-
-
-def configuration(path: Path, trust_remote_code: bool) -> Any:
-    """What a directory's config.json, the file itself or a GGUF file says to transformers. Raises CaptureError."""
-    from transformers import AutoConfig
-
-    if is_gguf(path):
-        return AutoConfig.for_model(**open_gguf(path).config)
-    config = read_config(path)
-    refuse(path, config, trust_remote_code)
-    try:
-        found = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # transformers raises many kinds
-        raise CaptureError(
-            f"{path}: config.json is rejected by transformers: {type(error).__name__}: {error}"
-        ) from error
-    if hasattr(found, "quantization_config"):
-        del found.quantization_config
-    return found
 
 
 def _cloned(config: Any, make: Any = None, trust_remote_code: bool = False) -> Source:

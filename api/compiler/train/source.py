@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.source import open_source
 from accel.compiler.measure import Progress, duration
 from accel.compiler.over_state import over_state
 from accel.compiler.part_text import Batch, text_ids, text_rows
@@ -43,7 +43,7 @@ class Source:
     def captured(self, path: Path) -> Program:
         """Another model in the same way."""
         self.progress(f"load {path.name}", 0.0)
-        loaded = load_model(path, self.trust_remote_code)
+        loaded = open_source(path).load(self.trust_remote_code)
         self.progress(f"capture {path.name}", 0.0)
         return over_state(capture(loaded.model, stored=loaded.stored))
 

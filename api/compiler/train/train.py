@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from accel.compiler.load.hub import model_folder
-from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.load.source import open_source, tokenizer_of
 from accel.compiler.measure import Progress
 from accel.compiler.train.kind import Made, kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
@@ -56,7 +56,7 @@ def train(
         raise InputError(lacking)
     path = model_folder(model, download)
     quiet = progress or (lambda *_: None)
-    reader = read_tokenizer(tokenizer, path)
+    reader = tokenizer_of(tokenizer, open_source(path))
     line = say or (lambda _: None)
     source = Source(path, reader, options.text, quiet, line, rows, trust_remote_code)
     before = torch.get_num_threads()

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from accel.compiler.load.gguf._blocks import Unread, stored
-from accel.compiler.load.gguf._file import GgufFile, GgufTensor, plain, read_gguf
+from accel.compiler.load.gguf._file import GgufFile, GgufTensor, plain
 from accel.ir.axis import Axis
 from accel.ir.codes import Coded, Made
 from accel.ir.errors import CaptureError, shown, unknown
@@ -343,13 +342,9 @@ class GgufModel:
         return found, notes
 
 
-def open_gguf(path: Path) -> GgufModel:
-    """The model in a GGUF file; no weight is read.
-
-    Raises:
-        CaptureError: the file is damaged, or holds what accel does not read.
-    """
-    file = read_gguf(path)
+def open_gguf(file: GgufFile) -> GgufModel:
+    """The model in a file; no weight is read. Raises CaptureError where accel does not read such a model."""
+    path = file.path
     name = file.fields.get("general.architecture")
     if not isinstance(name, str):
         raise CaptureError(f"{path}: its metadata lacks general.architecture; convert it again")

@@ -1,0 +1,209 @@
+"""A model on the disk: what its configuration, tokenizer and weights are, each read once."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accel.compiler.load.checkpoint import Loaded, place_weights, streamed, whole
+from accel.compiler.load.config import auto_class, quantisation, read_config, refuse
+from accel.compiler.load.gguf import GgufModel, open_gguf
+from accel.compiler.load.gguf._file import GgufFile, is_gguf, read_gguf
+from accel.compiler.load.quantised import dequantised
+from accel.compiler.load.shards import read_shards
+from accel.compiler.load.tokenizer import of_file, of_gguf, read_tokenizer
+from accel.ir.errors import AccelError, CaptureError
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.inputs.tokenizer_config import TOKENIZER
+
+_OWN_WAY = ("auto_map", "transformers_weights")  # left to transformers whole
+
+
+class Source(ABC):
+    """A model directory or a GGUF file. Nothing is read before it is asked for, and no code of its own runs."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def load(self, trust_remote_code: bool = False) -> Loaded:
+        """The decoder or encoder-decoder; its weights stay in the files until they are read.
+
+        Raises:
+            CaptureError: not a model, no such architecture, missing or damaged weights, or a
+                model that brings its own code without `trust_remote_code`.
+        """
+        try:
+            with _quiet():
+                return self._load(trust_remote_code)
+        except AccelError:
+            raise
+        except Exception as error:  # transformers raises many kinds
+            raise CaptureError(
+                f"{self.path} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+
+    @abstractmethod
+    def _load(self, trust_remote_code: bool) -> Loaded: ...
+
+    @abstractmethod
+    def config(self, trust_remote_code: bool = False) -> Any:
+        """The configuration, as transformers takes it. Raises CaptureError."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int | None:
+        """How many tokens it says that it has, before its weights are read; None where it does not say."""
+
+    @property
+    @abstractmethod
+    def has_weights(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def quantised(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def has_tokenizer(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """With the tokens and templates that the files tell of. Raises CaptureError."""
+
+
+class Folder(Source):
+    """A Hugging Face directory, or a config.json by itself."""
+
+    def _load(self, trust_remote_code: bool) -> Loaded:
+        path, config = self.path, read_config(self.path)
+        refuse(path, config, trust_remote_code)
+        told = quantisation(path, config)
+        if not self.has_weights:
+            raise CaptureError(
+                f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
+            )
+        if any(config.get(key) for key in _OWN_WAY):
+            return Loaded(whole(path, auto_class(config), trust_remote_code), {})
+        shards = read_shards(path)
+        stored, notes = place_weights(shards), list[str]()
+        if told:
+            try:
+                stored, notes = dequantised(told, shards.tensors, stored, shards.pages)
+            except CaptureError as error:
+                raise CaptureError(f"{path}: {error}") from None
+        found = self.config(trust_remote_code)
+        return streamed(path, found, stored, shards.pages, notes)
+
+    def config(self, trust_remote_code: bool = False) -> Any:
+        from transformers import AutoConfig
+
+        refuse(self.path, read_config(self.path), trust_remote_code)
+        try:
+            found = AutoConfig.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:  # transformers raises many kinds
+            raise CaptureError(
+                f"{self.path}: config.json is rejected by transformers: {type(error).__name__}: {error}"
+            ) from error
+        if hasattr(found, "quantization_config"):
+            del found.quantization_config  # its weights are floats to transformers
+        return found
+
+    @property
+    def vocab_size(self) -> int | None:
+        try:
+            found = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            size = found.get("vocab_size")
+        except (OSError, ValueError, AttributeError):
+            return None  # which loading it will name
+        return size if isinstance(size, int) else None
+
+    @property
+    def has_weights(self) -> bool:
+        return self.path.is_dir() and any(self.path.glob("*.safetensors"))
+
+    @property
+    def quantised(self) -> bool:
+        return bool(read_config(self.path).get("quantization_config"))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.path / TOKENIZER).is_file()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return of_file(self.path / TOKENIZER) if self.has_tokenizer else None
+
+
+class Gguf(Source):
+    """A GGUF file, or the first part of one that is split."""
+
+    has_weights, quantised = True, True
+
+    @cached_property
+    def file(self) -> GgufFile:
+        return read_gguf(self.path)
+
+    @cached_property
+    def model(self) -> GgufModel:
+        return open_gguf(self.file)
+
+    def _load(self, trust_remote_code: bool) -> Loaded:
+        stored, notes = self.model.weights()
+        pages = self.file.pages
+        loaded = streamed(self.path, self.config(), stored, pages, notes, every=True)
+        self.model.architecture.adapt(loaded.model)
+        return loaded
+
+    def config(self, trust_remote_code: bool = False) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.model.config)
+
+    @property
+    def vocab_size(self) -> int | None:
+        size: int = self.model.config["vocab_size"]
+        return size
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.file.fields.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return of_gguf(self.file)
+
+
+def open_source(path: Path) -> Source:
+    """What lies at a path."""
+    return Gguf(path) if is_gguf(path) else Folder(path)
+
+
+def tokenizer_of(given: Any, source: Source | None) -> Tokenizer | None:
+    """The tokenizer that a user gives (`read_tokenizer`), or else that of the model. Raises CaptureError."""
+    if given is not None:
+        return read_tokenizer(given)
+    return None if source is None else source.tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers would report is an error here, or of no interest."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
