@@ -115,19 +115,21 @@ def test_of_a_method_on_every_axis_all_holds_but_what_its_paper_claims(tmp_path)
         )
 
     assert run("tools/links.py").returncode == 0
-    stems = []
+    tests = []
     for axis in AXES:
         name = f"new-{axis.replace('.', '-')}"
-        stems.append(name.replace("-", "_"))
+        stem = name.replace("-", "_")
         done = run("tools/new.py", axis, name)
         assert done.returncode == 0, done.stderr
+        package = AXES[axis].package.removeprefix("accel.").replace(".", "/")
+        tests.append(f"tests/{package}/test_{stem}.py")
     assert all(path.read_bytes() == text for path, text in before.items())
     types = run("-m", "mypy")
     assert types.returncode == 0, types.stdout
     laws = run("-m", "pytest", "-q", "tests/laws", "-k", "new-", "-n", "2", "-m", "")
     assert laws.returncode == 0, laws.stdout[-4000:]
     assert " passed" in laws.stdout
-    own = run("-m", "pytest", "-q", "-rf", *(f"tests/test_{stem}.py" for stem in stems))
+    own = run("-m", "pytest", "-q", "-rf", *tests)
     failed = [line for line in own.stdout.splitlines() if line.startswith("FAILED")]
     assert len(failed) == len(AXES), own.stdout[-4000:]
     assert all("test_what_the_paper_claims" in line for line in failed), "\n".join(failed)

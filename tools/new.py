@@ -100,7 +100,7 @@ def files_of(axis: Axis, name: str, like: str = "") -> dict[Path, str]:
     built = "" if axis.name in SERVING or other else built  # its tokens are not plain decoding's
     head = f'"""{title}: what it must hold beyond the laws of its axis."""\n\n'
     test = head + (BUILT[built] + CLAIM).format(axis=axis.name, name=name)
-    return {**made, ROOT / "tests" / f"test_{stem}.py": test}
+    return {**made, ROOT / "tests" / folder.relative_to(ROOT) / f"test_{stem}.py": test}
 
 
 def options_of(axis: Axis) -> list[str]:

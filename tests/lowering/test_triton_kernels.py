@@ -17,7 +17,7 @@ from accel.lowering.triton.writer.builder import Builder
 from accel.lowering.triton.writer.table import lower
 
 from ..op_cases import CASES, key_positions, query_positions, randn, tables
-from ..test_flat import alone
+from ..passes.batch.test_flat import alone
 from ..test_ops import program_of
 from .triton_case import close, on_device, run_program, sees
 

@@ -24,7 +24,7 @@ from accel.runtime.verify import Target
 from ..draft_case import plain, rows_of, speculated
 from ..prefill_case import built
 from ..test_speculation import CASES, texts
-from .test_pearl import Pearl, context
+from .loop.test_pearl import Pearl, context
 
 PROMPTS = [[5, 17, 200, 3, 88], [9], [7, 8] * 12]
 WARM = Standard(temperature=0.9, top_k=40)

@@ -32,8 +32,8 @@ from accel.runtime.verify import Target
 from ..draft_case import Known, plain, rows_of, speculated, surprise
 from ..prefill_case import built
 from ..test_speculation import texts
+from .loop.test_speculative import drawing
 from .test_draft_model import Beside
-from .test_speculative import drawing
 
 PROMPTS = [[5, 17, 200, 3, 88], [9], [7, 8] * 12]
 RECYCLING = {"draft": {"use": "token-recycling"}}

@@ -50,7 +50,10 @@ def test_a_mutant_is_the_source_with_one_change():
 
 def test_files_have_the_tests_that_name_them():
     tests = mutate.tests_of(ROOT, Path("passes/kv/score/tova.py"))
-    assert tests.own == ("tests/test_tova.py",) and "tests/laws/test_kv_score.py" in tests.other
+    assert (
+        tests.own == ("tests/passes/kv/score/test_tova.py",)
+        and "tests/laws/test_kv_score.py" in tests.other
+    )
     lazy = mutate.tests_of(ROOT, Path("runtime/kv/budget/simlayerkv.py"))
     assert "tests/test_rehearsal.py" in lazy.own, "it imports the method"
     assert mutate.tests_of(ROOT, Path("runtime/verify/block_verify.py")).words == (

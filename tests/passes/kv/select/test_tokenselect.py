@@ -1,0 +1,215 @@
+"""TokenSelect: its votes and list by number, keys as at one distance, memory, builds against the oracle, bad input."""
+
+import models
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.ir.errors import InputError, RecipeError
+from accel.ir.ops.attention import Form
+from accel.ir.ops.rope import rope
+from accel.passes.kv.select.tokenselect import Tokenselect
+from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.session.state.choice import ChoiceMemory
+
+from ....select_case import Selecting, built, singles
+
+B, H, G, C, D = 2, 4, 2, 40, 8
+LENGTHS = (35, 22)
+
+
+def case(seed=0, **options):
+    """The method without tables, and what it chooses by."""
+    r = torch.Generator().manual_seed(seed)
+    method = built("tokenselect", **{"reuse": 2.0, "tokens_read": 9, **options})
+    slots = torch.tensor(LENGTHS)
+    where = torch.arange(C).expand(B, -1)
+    x = {
+        "queries": torch.randn(B, 1, H, D, generator=r),
+        "keys": torch.randn(B, G, C, D, generator=r),
+        "positions": slots[:, None],
+        "k_pos": torch.where(where <= slots[:, None], where, -1),
+        "slots": slots,
+    }
+    return method, x
+
+
+def chosen(method, x):
+    return method.choose(x, Form("causal"), {}, x["slots"] < 0)[0]
+
+
+def by_hand(method, x, row, normalised=True):
+    """Slots of a row's token, as the paper's page has them."""
+    own, votes = LENGTHS[row], np.zeros(C)
+    between = np.arange(method.sinks, own + 1 - method.window)
+    for head in range(H):
+        logits = (x["queries"][row, 0, head] @ x["keys"][row, head // (H // G), between].T).double()
+        votes[between] += (logits.softmax(0) if normalised else logits).numpy()
+    best = between[np.argsort(-votes[between], kind="stable")][: method.tokens_read]
+    near = range(max(0, own + 1 - method.window), own + 1)
+    return sorted({*range(method.sinks), *best.tolist(), *near})
+
+
+def law_votes(**changed):
+    method, x = case()
+    found = chosen(method, x)
+    assert torch.equal(found[:, 0], found[:, 1]), "one list for all heads"
+    for row in range(B):
+        listed = [s for s in found[row, 0, 0].tolist() if s >= 0]
+        assert len(listed) == len(set(listed)) == 2 + 9 + 4
+        assert sorted(listed) == by_hand(method, x, row, **changed)
+
+
+def test_heads_vote_with_their_shares():
+    law_votes()
+
+
+def test_votes_of_logits_are_caught():
+    with pytest.raises(AssertionError):
+        law_votes(normalised=False)
+
+
+def test_sure_heads_do_not_hide_the_rest():
+    """Where all else vanishes beside one token, others are still in the order of their logits."""
+    method, x = case()
+    x["queries"] *= 200
+    for row in range(B):
+        found = [s for s in chosen(method, x)[row, 0, 0].tolist() if s >= 0]
+        assert len(set(found)) == 15
+    few = case(tokens_read=1)[0]
+    first = {chosen(few, x)[row, 0, 0, 1].item() for row in range(1)}
+    assert first <= set(chosen(method, x)[0, 0, 0].tolist())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_every_candidate_is_as_far_away(interleaved):
+    """Queries and keys are scored as if the keys had not been turned, and the query `window` positions."""
+    method, x = case()
+    angle = torch.arange(64.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    cos, sin = angle.cos(), angle.sin()
+    raw = x["keys"], x["queries"]
+    back = torch.arange(63, 0, -1)
+    kind = "interleaved" if interleaved else "halves"
+    held = {
+        **x,
+        "keys": rope(raw[0], x["k_pos"], cos, sin, interleaved),
+        "queries": rope(raw[1].transpose(1, 2), x["positions"], cos, sin, interleaved).transpose(1, 2),
+        f"cos.{kind}": torch.cat((cos[back], cos)),
+        f"sin.{kind}": torch.cat((-sin[back], sin)),
+    }  # fmt: skip
+    queries, turned = method.turned(held)
+    keys = rope.reference(held["keys"], *turned)
+    there = x["k_pos"][:, None, :, None].clamp(max=0) + 1.0
+    torch.testing.assert_close(keys * there, raw[0] * there, atol=1e-5, rtol=1e-4)
+    at = torch.full((B, 1), method.window)
+    want = rope(raw[1].transpose(1, 2), at, cos, sin, interleaved).transpose(1, 2)
+    torch.testing.assert_close(queries, want, atol=1e-5, rtol=1e-4)
+
+
+def test_what_is_no_number_is_read():
+    method, x = case()
+    x["keys"][0, 1, 7] = float("nan")
+    assert 7 in chosen(method, x)[0, 0, 0].tolist()
+
+
+def test_one_token_and_none_before():
+    method, x = case()
+    x |= {"slots": torch.zeros(B, dtype=torch.int64)}
+    x["positions"] = x["slots"][:, None]
+    x["k_pos"] = torch.where(torch.arange(C) == 0, 0, -1).expand(B, -1)
+    for row in chosen(method, x)[:, 0, 0].tolist():
+        assert [s for s in row if s >= 0] == [0]
+
+
+@pytest.mark.long
+def test_rewinds_that_are_refused_would_leave_a_trace(stateful, monkeypatch):
+    """Tokens that all go on from one search, behind which the session goes back."""
+    method = built("tokenselect", dense_layers=1, reuse=-1.0)
+    made = Selecting(stateful("llama"), method)
+    tokens = made.tokens(1, 80)
+
+    def far():
+        with made.session() as straight, made.session() as bent:
+            for session in (straight, bent):
+                session.prompt(tokens[:, :20])
+                singles(session, tokens[:, 20:26])
+            singles(bent, tokens[:, 26:64])
+            bent.rewind(26)
+            return np.abs(
+                singles(straight, tokens[:, 26:30]) - singles(bent, tokens[:, 26:30])
+            ).max()
+
+    with pytest.raises(InputError, match="cannot rewind row 0 to 26"):
+        far()
+    monkeypatch.setattr(ChoiceMemory, "check", lambda *rest: None)
+    assert far() > 1e-3
+
+
+def drive(session, tokens):
+    """Logits of a prompt, single tokens, several, after rewinds, of a fork, and of a second prompt."""
+    with session:
+        found = [session.prompt(tokens[:, :30], np.array([30, 13]))]
+        found += [singles(session, tokens[:, 30:34]), session.run(tokens[:, 34:41])]
+        session.rewind(session.lengths - 9)
+        found += [session.run(tokens[:, 41:43]), singles(session, tokens[:, 43:45])]
+        with session.fork() as other:
+            found.append(other.run(tokens[:, 45:46]))
+        session.select([1, 0])
+        found += [singles(session, tokens[:, 45:48]), session.prompt(tokens[:, :40])]
+        found.append(singles(session, tokens[:, 40:42]))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipes", [(), ("kv-int8",)], ids=str)
+def test_every_way_through_a_session_is_that_of_the_oracle(recipes):
+    layers, models.LAYERS = models.LAYERS, 2
+    try:
+        model = models.ARCHITECTURES["llama"]()
+    finally:
+        models.LAYERS = layers
+    small = {"use": "tokenselect", **Tokenselect.small, "dense_layers": 1}
+    recipe = [{"kv": {"select": small}}, *recipes]
+    tokens = np.random.default_rng(3).integers(0, 50, (2, 64))
+    with accel.optimize(model, recipe, max_context=128, max_batch=2, verify=not recipes) as made:
+        oracle = CompiledModel(EagerBackend(made.program), made.facts)
+        want = drive(oracle.session(batch=2), tokens)
+        for kernels in made.artifact.entries["step"].graphs:
+            with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
+                for a, b in zip(drive(loaded.session(batch=2), tokens), want, strict=True):
+                    off = np.abs(a - b).max(-1) / max(1.0, np.abs(b).max())
+                    assert (np.median(off) if recipes else off.max()) < 2e-3, kernels
+
+
+def test_without_reuse_nothing_is_remembered(stateful):
+    made = Selecting(stateful("llama"), built("tokenselect", reuse=1.5))
+    assert not any("choice" in s.name for s in made.program.state)
+    with made.session() as session:
+        assert session.capabilities.back is None
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"sinks": -1}, "kv.select.tokenselect: sinks is -1; give at least 0"),
+        ({"window": 0}, "kv.select.tokenselect: window is 0; give at least 1"),
+        ({"tokens_read": 0}, "kv.select.tokenselect: tokens_read is 0; give at least 1"),
+        ({"reuse": -1.5}, "kv.select.tokenselect: reuse is -1.5; give at least -1"),
+        ({"reuse": float("nan")}, "kv.select.tokenselect: reuse is nan; give at least -1"),
+        ({"page": 16}, "page"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense(options, why):
+    with pytest.raises(RecipeError, match=why):
+        accel.optimize(
+            models.tiny(), {"kv": {"select": {"use": "tokenselect", **options}}}, max_context=64
+        )
+
+
+def test_genai_reads_the_whole_cache():
+    recipe = {"kv.select": {"use": "tokenselect", **Tokenselect.small, "reuse": 2.0}}
+    with accel.optimize(models.tiny(), recipe, max_context=64, verify=False) as made:
+        assert "genai" not in made.artifact.entries

@@ -1,0 +1,140 @@
+"""disco: what its head reads, what is logged of rounds and learnt, and when drafts end."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from reference_data import REFERENCE
+from torch.nn import functional as F
+
+import accel
+from accel.compiler.train.runs import rounds as trainer
+from accel.compiler.train.runs.head import untaught
+from accel.ir.errors import InputError, RecipeError
+from accel.reference.kinds import prompts
+from accel.runtime.length._head import chance
+from accel.runtime.length.disco import Disco
+from accel.runtime.speculation.round_cost import unmeasured_cost
+from accel.runtime.tree import Level
+
+from ...length_case import one
+from ...open_case import Tables
+from .test_specdec_pp import Model
+
+SIZE = 30
+
+
+def says(held, seed=3):
+    return np.random.default_rng([seed, *held[-2:]]).standard_normal(SIZE).astype(np.float32) * 3
+
+
+def test_it_reads_odds_and_the_place():
+    reader, rng = Disco().reader(), np.random.default_rng(0)
+    for place in (1, 2, 3):
+        logits = rng.standard_normal(SIZE).astype(np.float32) * 3
+        x, p = reader.read(one(4, place - 1), [logits]), torch.from_numpy(logits).softmax(-1)
+        np.testing.assert_allclose(x[:10], p.sort(descending=True).values[:10].log(), atol=1e-5)
+        assert x[10] == pytest.approx(float(-(p * p.log()).sum()), abs=1e-4)
+        assert x[11] == pytest.approx(place / 20) and x.shape == (Disco.width(),)
+    lines = rng.standard_normal((2, SIZE)).astype(np.float32)
+    lines[1, 7] = 9
+    both, alone = Disco().reader(), Disco().reader()
+    of = both.read(Level(np.array([3, 7]), np.array([0, 0])), lines)
+    np.testing.assert_array_equal(of, alone.read(one(7), lines[1:]), "of a level the likeliest")
+
+
+def lengths(threshold, most=9):
+    """Of twelve drafts, each the same path of tokens whatever the threshold."""
+    pace, found = Disco(threshold, most).begin(unmeasured_cost), []
+    for draft in range(12):
+        rng, drafted, more = np.random.default_rng(draft), 0, True
+        while more and drafted < pace.limit():
+            more = pace.more(one(0, drafted), [rng.standard_normal(30) * rng.uniform(0, 9)])
+            drafted += 1
+        pace.observe(drafted, 0)
+        found.append(drafted)
+    return found
+
+
+def test_a_draft_ends_where_a_token_will_likely_fall():
+    assert lengths(0) == [9] * 12 and lengths(1.01) == [1] * 12
+    by_threshold = [lengths(t) for t in (0, 0.3, 0.6, 0.9, 1.01)]
+    for more, less in zip(by_threshold, by_threshold[1:], strict=False):
+        assert all(a >= b for a, b in zip(more, less, strict=True))
+    assert len({tuple(found) for found in by_threshold}) > 3 and len(set(lengths(0.6))) > 1
+
+
+def logged(wrong):
+    """Rounds of a draft model that says what the target says, but after every `wrong`-th token."""
+
+    def misled(held):
+        return says(held, 4 if held[-1] % wrong == 0 else 3)
+
+    class Model:
+        facts, tokenizer = SimpleNamespace(max_context=200, max_batch=8), None
+        draft_model = SimpleNamespace(
+            session=lambda batch=1: Tables(misled, misled, SIZE), tokenizer=None, facts=facts
+        )
+        session = staticmethod(lambda batch=1: Tables(says, says, SIZE))
+
+    return trainer.recorded(Model(), Disco(most=6), [np.array([5, n]) for n in (1, 2)])
+
+
+def test_rounds_are_logged_with_what_stood(monkeypatch):
+    """Of each draft its tokens, those first that stood; all went on to the end."""
+    monkeypatch.setattr(Tables, "max_context", 200)
+    monkeypatch.setattr(trainer, "NEW", 25)
+    good, bad = logged(10**9), logged(3)
+    x, right = good.examples([0])
+    assert right.all() and len(right) > 15 and float(x[:, 11].max()) == pytest.approx(6 / 20)
+    x, right = bad.examples([0])
+    starts = np.flatnonzero(np.isclose(x[:, 11], 1 / 20))
+    for first, end in zip(starts, [*starts[1:], len(right)], strict=True):
+        draft = right[first:end]
+        assert (draft.diff() <= 0).all() and len(draft) <= 6
+    assert 0 < right.mean() < 1
+
+
+def test_the_head_learns_what_tells_and_nothing_from_noise(monkeypatch):
+    monkeypatch.setattr(trainer, "STEPS", 150)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, Disco.width(), generator=generator)
+    for right, learns in (
+        (x[:, 0] > 0.4, True),
+        (torch.rand(600, generator=generator) > 0.4, False),
+    ):
+        part = untaught(Disco, 16, generator)
+        trainer.taught(Disco, part, x[:400], right[:400].float(), 0.01)
+        told = trainer.judged(Disco, part, x[400:], right[400:].float())
+        assert (told["loss"] < told["constant"] - 0.2) == learns
+
+
+@pytest.mark.long
+def test_the_head_that_comes_along_tells_what_stands(monkeypatch):
+    """On rounds of held-out prompts: better than the best constant; what it reads of another token tells nothing."""
+    monkeypatch.setattr(trainer, "NEW", 32)
+    with accel.optimize(str(REFERENCE), "disco", verify=False) as model:
+        texts = [text for kind in ("code", "free", "copy") for text in prompts(kind, 2)]
+        ids = [np.array(model.tokenizer.encode(text), np.int64)[-200:] for text in texts]
+        found = trainer.recorded(model, Disco(), ids)
+        Disco().fit(model)
+    x, right = found.examples(range(len(ids)))
+    odds = torch.from_numpy(Disco.odds(Disco().head, x.numpy()))
+    lost = F.binary_cross_entropy_with_logits
+    constant = lost(right.mean().logit().expand_as(right), right)
+    assert lost(odds, right) < constant
+    assert lost(odds[torch.randperm(len(odds))], right) > constant
+    assert chance(odds.numpy()).std() > 0.1
+
+
+def test_what_cannot_be_is_refused():
+    for options, words in (({"threshold": -0.1}, "threshold is -0.1; give at least 0"),
+                           ({"most": 0}, "most is 0; give 1 to 256")):  # fmt: skip
+        with pytest.raises(RecipeError, match=f"length.disco: {words}"):
+            Disco(**options)
+    with pytest.raises(InputError, match="length.disco: the bundled file was trained for another model; train it: "
+                                         "accel-compile train disco"):  # fmt: skip
+        Disco().fit(Model(0, Model(1)))
+    with pytest.raises(InputError, match="disco: nowhere does not exist"):
+        Disco(trained="nowhere").begin(unmeasured_cost)
