@@ -58,8 +58,8 @@ class Norms(Rewrite):
     rules = (
         Rule(call(aten.mul.Tensor, SCALED, WEIGHT) | SCALED, _norm),
         Rule(
-            call(aten.rms_norm.default, X, Setting("_"), WEIGHT, Setting("eps"))
-            | call(aten.rms_norm.default, X, Setting("_"), WEIGHT),
+            call(aten.rms_norm.default, X, Setting(), WEIGHT, Setting("eps"))
+            | call(aten.rms_norm.default, X, Setting(), WEIGHT),
             _torch_norm,
         ),
     )

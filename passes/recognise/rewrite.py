@@ -49,14 +49,14 @@ class Value(Pattern):
 
 @dataclass(frozen=True)
 class Setting(Pattern):
-    """An operand that is no value of the graph: a number, axes, a size."""
+    """An operand that is no value of the graph: a number, axes, a size. Without a name it is not handed on."""
 
-    name: str
+    name: str = ""
     kinds: tuple[type, ...] = (object,)
 
     def matches(self, operand: Any, found: Found) -> Iterator[Found]:
         if isinstance(operand, self.kinds) and not isinstance(operand, fx.Node):
-            yield {**found, self.name: operand}
+            yield {**found, self.name: operand} if self.name else found
 
 
 @dataclass(frozen=True)
