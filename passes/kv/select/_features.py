@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -13,15 +12,13 @@ from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import operands_of
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, State
 from accel.ir.region import sizes
-from accel.ir.state import Part, output_of
-from accel.ir.trace import trace
+from accel.ir.state import Part
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import Base, Sizes
-from accel.passes.kv.select._build import Build
-from accel.passes.state.recurrent import buffer
-from accel.passes.trained import ALL, Fitted, Parts, source
+from accel.passes.kv.select import SPARSE, Sizes
+from accel.passes.kv.select._build import Build, Named
+from accel.passes.kv.select._pages import Pages, listed
+from accel.passes.trained import ALL, Fitted, source
 
 Append = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -30,7 +27,7 @@ _TRUNK = "trunk"
 
 
 @dataclass(frozen=True)
-class Features(Fitted, Base):
+class Features(Fitted, Pages):
     """Sparse attention over tokens that a trained part chooses beforehand, in the first layer with a cache.
 
     The part reads the hidden state [B,T,E] behind that layer's keys. Its `trunk` makes one value of it, which all
@@ -45,12 +42,8 @@ class Features(Fitted, Base):
 
     page: int = field(default=1, init=False)  # features are of tokens
 
-    relies = Base.relies | {Invariant.ALL_LAYERS_RUN, Invariant.UNIFORM_SLOTS}
-
-    @property
-    def breaks(self) -> frozenset[Invariant]:
-        """What is kept is not made of keys."""
-        return super().breaks - {Invariant.PLAIN_KEYS}
+    breaks = SPARSE  # what is kept is not made of keys
+    relies = Pages.relies | {Invariant.ALL_LAYERS_RUN, Invariant.UNIFORM_SLOTS}
 
     @abstractmethod
     def kept(self, heads: int, shared: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -89,105 +82,70 @@ class Features(Fitted, Base):
     def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
         return queries @ parts[_FEATURE].transpose(-1, -2)
 
-    def _asked(self, build: Build, node: fx.Node) -> fx.Node:
-        queries: fx.Node = self._features(build, node)[0]
-        return queries
-
-    def _stored(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
-        """The features of all tokens, as they are after the call."""
-        keys = self._features(build, node)[1]
-        layer, (_, groups, _, width) = node.meta["layer"], sizes(keys)
-        declared = self.parts(int(width))
-        (held,) = self._held(build, layer, int(groups), declared, self.page)
-        step = build.program.step
-
-        def appended_(*x: Tensor) -> dict[str, Tensor]:
-            return self.append({_FEATURE: x[0]}, x[1], x[2])
-
-        editor = Editor(build.program, step.graph)
-        with step.graph.inserting_before(node):
-            stored: dict[str, fx.Node] = trace(
-                editor, f"pages.{layer}", appended_, held, keys, step.input("slots"),
-                like=node, key=("feature", self),
-            )  # fmt: skip
-        return stored
-
-    def append(self, held: dict[str, Tensor], keys: Tensor, slots: Tensor) -> dict[str, Tensor]:
-        """Parts [B,G,C,…] with those of new features [B,G,T,F] in the slots from `slots` [B] on."""
-        new = self.summary(keys[:, :, :, None])
-        return {name: kv_append(old, new[name], slots) for name, old in held.items()}
-
-    def _features(self, build: Build, node: fx.Node) -> Any:
-        """Queries [B,T,H,F] and keys [B,G,T,F] of a layer."""
-        layer = node.meta["layer"]
-        known = build.shared.setdefault("features", {})
-        if layer in known:
-            return known[layer]
+    def listed(self, build: Build, node: fx.Node) -> fx.Node:
+        x = operands_of(node)
+        layer, heads, groups = node.meta["layer"], int(sizes(x.q)[1]), int(sizes(x.k)[1])
         if "trunk" not in build.shared:
             build.shared["trunk"] = self._trunk(build)
-        trunk, parts = build.shared["trunk"]
-        program = build.program
-        editor = Editor(program, program.step.graph)
-        x = operands_of(node)
-        heads, groups = int(sizes(x.q)[1]), int(sizes(x.k)[1])
-        own: dict[str, Tensor] = parts[layer]
-        names = list(own)
+        own, step = build.trained[layer], build.program.step
+        with step.graph.inserting_before(node):
+            given = {n: build.editor.param(f"feature.{layer}.{n}", t) for n, t in own.items()}
 
-        def made(trunk: Tensor, positions: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
-            return self.made(trunk, positions, groups, dict(zip(names, values, strict=True)))
+        def made(x: Named) -> tuple[Tensor, Tensor]:
+            return self.made(x["trunk"], x["positions"], groups, {n: x[n] for n in own})
 
-        with program.step.graph.inserting_before(node):
-            given = [editor.param(f"feature.{layer}.{n}", t) for n, t in own.items()]
-            found = trace(
-                editor, f"feature.{layer}", made, trunk, program.step.input("positions"), *given,
-                like=node, key=("features", self, groups),
-            )  # fmt: skip
-        if int(sizes(found[0])[2]) != heads:
+        asked = {"trunk": build.shared["trunk"], "positions": step.input("positions")}
+        queries, keys = build.made(
+            node, f"feature.{layer}", made, asked | given, ("features", self, groups)
+        )
+        if int(sizes(queries)[2]) != heads:
             raise PassError(
                 f"{self.key}: layer {layer} has {heads} query heads, the trained part foretells "
-                f"{int(sizes(found[0])[2])}; train it again for this model"
+                f"{int(sizes(queries)[2])}; train it again for this model"
             )
-        known[layer] = found
-        return found
+        shape = ("B", groups, build.every(self.page), int(sizes(keys)[3]))
+        held = build.held(Part.PAGES, layer, {_FEATURE: ("float32", shape)})
 
-    def _trunk(self, build: Build) -> tuple[fx.Node, Parts]:
-        """What all features are made of [B,T,M], in the first layer, and the trained tensors."""
+        def appended_(x: Named) -> Named:
+            new = self.summary(x["keys"][:, :, :, None])
+            return {_FEATURE: kv_append(x[_FEATURE], new[_FEATURE], x["slots"])}
+
+        written = {**held, "keys": keys, "slots": step.input("slots")}
+        stored = build.made(node, f"pages.{layer}", appended_, written, ("feature", self))
+        return listed(self, build, node, stored, queries)
+
+    def _trunk(self, build: Build) -> fx.Node:
+        """What all features are made of [B,T,M], in the first layer."""
         program = build.program
-        step, editor = program.step, Editor(program, program.step.graph)
         nodes = attentions(program)
-        keys = {layer: appended(node) for layer, node in nodes.items()}
-        parts = self.tensors(program, keys)
         first = min(nodes)
-        read = operands_of(nodes[first])
+        read, shared = operands_of(nodes[first]), build.trained[ALL]
         heads = int(sizes(read.q)[1])
-        shared = parts[ALL]
         kept = self.kept(heads, shared)
-        states = [
-            State(Part.PAGES, first, "float32", ("B", n, "C", w), detail=f"{_TRUNK}.{name}")
-            for name, (n, w) in kept.items()
-        ]
-        letters = {**build.letters, "C": read.k_pos.meta["val"].shape[1]}
-        held = [buffer(program, editor, state, letters) for state in states]
-        x = {
-            "hidden": source(keys[first]),
-            "positions": step.input("positions"),
-            "k_pos": read.k_pos,
-            "slots": step.input("slots"),
+        build.letters["C"] = read.k_pos.meta["val"].shape[1]
+        states = {
+            f"{_TRUNK}.{n}": ("float32", ("B", many, "C", w)) for n, (many, w) in kept.items()
         }
-        names, count = (list(x), list(kept), list(shared)), len(x)
+        held = build.held(Part.PAGES, first, states)
+        x = {
+            "hidden": source(appended(nodes[first])),
+            "positions": program.step.input("positions"),
+            "k_pos": read.k_pos,
+            "slots": program.step.input("slots"),
+        }
+        with program.step.graph.inserting_before(nodes[first]):
+            given = {n: build.editor.param(f"feature.{n}", t) for n, t in shared.items()}
 
-        def trunk(*values: Tensor) -> Any:
-            cut = count, count + len(held)
-            given = values[: cut[0]], values[cut[0] : cut[1]], values[cut[1] :]
-            a, b, c = (dict(zip(n, v, strict=True)) for n, v in zip(names, given, strict=True))
-            made, after = self.trunk({**a, "hidden": a["hidden"].float()}, b, c)
-            return made, *(after[name] for name in kept)
+        def trunk(x: Named) -> tuple[Tensor, Named]:
+            old = {name: x[f"{_TRUNK}.{name}"] for name in kept}
+            hidden = {**x, "hidden": x["hidden"].float()}
+            made, after = self.trunk(hidden, old, {n: x[f"all.{n}"] for n in shared})
+            return made, {f"{_TRUNK}.{name}": after[name] for name in kept}
 
-        with step.graph.inserting_before(nodes[first]):
-            given = [editor.param(f"feature.{n}", t) for n, t in shared.items()]
-            made, *after = trace(
-                editor, "feature", trunk, *x.values(), *held, *given,
-                like=nodes[first], key=("trunk", self, heads),
-            )  # fmt: skip
-        build.outputs |= {output_of(s.name): new for s, new in zip(states, after, strict=True)}
-        return made, parts
+        given = {f"all.{n}": node for n, node in given.items()}
+        made, after = build.made(
+            nodes[first], "feature", trunk, x | held | given, ("trunk", self, heads)
+        )
+        build.becomes(Part.PAGES, first, after)
+        found: fx.Node = made
+        return found
