@@ -18,8 +18,8 @@ from accel.ir.ops.pages import fetch_pages
 from accel.ir.program import DTYPES, ancestors, compute
 from accel.ir.region import Conditional
 from accel.passes.kv.select import FEW, LEAST
-from accel.passes.kv.select._features import Features
 from accel.passes.kv.select._pages import Pages
+from accel.passes.trained import Trained
 
 from ..select_case import AXIS, Selecting, built, close, constants, scores, singles, summary
 
@@ -333,7 +333,7 @@ def test_the_choice_does_not_ask_for_values(made, name):
         assert isinstance(pages.args[0].target, Conditional)
         asked = {str(n.target) for n in ancestors([pages], set()) if n.op == "placeholder"}
         reads = f"kv.{layer}.v" in asked, f"kv.{layer}.k" in asked
-        assert reads == (False, not isinstance(case.method, Features))
+        assert reads == (False, not isinstance(case.method, Trained))
 
 
 # What the laws must catch
