@@ -42,6 +42,11 @@ class Pass(ABC):
     grade: ClassVar[str] = "lossless"  # how its tokens compare: see accel.compiler.assemble.GRADES
 
     @property
+    def of(self) -> object:
+        """The method of a recipe that it carries out, and is called after: by default itself."""
+        return self
+
+    @property
     def beside(self) -> str:
         """The folder of another model that it goes by, which is then `program.beside`; empty: none."""
         return ""
@@ -57,6 +62,17 @@ class Pass(ABC):
     @abstractmethod
     def run(self, program: Program) -> Report:
         """Rewrite the program in place."""
+
+
+class Inserted(ABC):
+    """A method of a recipe that a pass of another class inserts into the program. See `Pass`."""
+
+    grade: ClassVar[str]
+    error: ClassVar[float]
+
+    @abstractmethod
+    def inserted(self) -> Pass:
+        """The pass, which runs where the recipe's own passes do."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +125,7 @@ def run(
         if check and not group:
             before = program.copy()
         group.append(step)
-        name = type(step).__name__
+        name = type(step.of).__name__
         start = time.perf_counter()
         error, last = None, after is None or _apart(step, after)
         try:
@@ -161,14 +177,14 @@ def check_order(passes: Sequence[Pass]) -> None:
 def named(step: Pass) -> str:
     """A pass as a recipe writes it, `kv.select = 'quest'`; one that no recipe names, by its class."""
     if not of_recipe(step):
-        return type(step).__name__
-    package, _, module = type(step).__module__.rpartition(".")
+        return type(step.of).__name__
+    package, _, module = type(step.of).__module__.rpartition(".")
     return f"{package.removeprefix(f'{__name__}.')} = '{module.replace('_', '-')}'"
 
 
 def of_recipe(step: Pass) -> bool:
     """Whether a recipe names it: the module of an axis."""
-    package, _, module = type(step).__module__.rpartition(".")
+    package, _, module = type(step.of).__module__.rpartition(".")
     return package.removeprefix(f"{__name__}.") in find_axes() and not module.startswith("_")
 
 

@@ -21,6 +21,7 @@ from accel.ir.spec import verify
 from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.kv._shared.tables import appended, attentions, measured
 from accel.passes.kv.inputs import call
+from accel.passes.kv.select import Select
 from accel.passes.trained import Trained, sample, write
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
@@ -95,7 +96,7 @@ class Selecting:
                 self._run()
 
     def _run(self) -> None:
-        report = self.method.run(self.program)
+        report = Select(self.method).run(self.program)
         assert report.changed, report.refused
         verify(self.program, type(self.method).__name__)
 

@@ -7,7 +7,7 @@ from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.recipe import Recipe, bundled
-from accel.passes import Pass
+from accel.passes import Inserted, Pass
 
 LOST = {
     "kl": 0.6, "kl_median": 0.4, "kl_99": 2.0, "perplexity": 30.0, "perplexity_float32": 20.0, "tokens": 2048,
@@ -40,7 +40,9 @@ def test_every_method_has_advice(axis):
         except RecipeError:
             continue  # which needs options
         lossy = [
-            m for m in plan.methods.values() if isinstance(m, Pass) and m.grade == "approximate"
+            m
+            for m in plan.methods.values()
+            if isinstance(m, Pass | Inserted) and m.grade == "approximate"
         ]
         assert bool(advice(LOST, plan)) == bool(lossy)
 

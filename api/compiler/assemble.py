@@ -12,7 +12,7 @@ from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
 from accel.ir.invariants import Invariant, Method
 from accel.ir.recipe import Recipe
-from accel.passes import Pass
+from accel.passes import Inserted, Pass
 from accel.passes.kv.compress import Compress
 from accel.passes.state.trees import Trees
 from accel.passes.window._default import Windows
@@ -95,6 +95,8 @@ def assemble_alone(recipe: Recipe) -> Plan:
         plan.methods[name] = method
         if isinstance(method, Pass):
             plan.passes.append(method)
+        elif isinstance(method, Inserted):
+            plan.passes.append(method.inserted())
     _draft(plan, axes)
     if "kv.score" in plan.methods:
         _evict(plan, axes)

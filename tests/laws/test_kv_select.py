@@ -18,12 +18,12 @@ from accel.ir.ops.pages import fetch_pages
 from accel.ir.program import DTYPES, ancestors, compute
 from accel.ir.region import Conditional
 from accel.passes.kv.select import FEW, LEAST
-from accel.passes.kv.select._features import Features
-from accel.passes.kv.select._tokens import Tokens
+from accel.passes.kv.select._pages import Pages
+from accel.passes.trained import Trained
 
 from ..select_case import AXIS, Selecting, built, close, constants, scores, singles, summary
 
-NAMES = [name for name in AXIS.names() if not issubclass(AXIS.method(name), Tokens)]
+NAMES = [name for name in AXIS.names() if issubclass(AXIS.method(name), Pages)]
 STANDS = {AXIS.method(name).__bases__: name for name in reversed(NAMES)}.values()
 each = pytest.mark.parametrize("name", NAMES)
 of_each_class = (
@@ -325,7 +325,7 @@ def test_the_choice_does_not_ask_for_values(made, name):
     for layer, node in enumerate(graph.find_nodes(op="call_function", target=attention.default)):
         pages = operands_of(node).pages
         if pages is None:
-            assert case.method.reads_all(layer)
+            assert layer in case.method.layout.choosers or layer < case.method.dense_layers
             continue
         while pages.target is fetch_pages.default:
             pages = pages.args[0]  # the list as it was chosen
@@ -333,7 +333,7 @@ def test_the_choice_does_not_ask_for_values(made, name):
         assert isinstance(pages.args[0].target, Conditional)
         asked = {str(n.target) for n in ancestors([pages], set()) if n.op == "placeholder"}
         reads = f"kv.{layer}.v" in asked, f"kv.{layer}.k" in asked
-        assert reads == (False, not isinstance(case.method, Features))
+        assert reads == (False, not isinstance(case.method, Trained))
 
 
 # What the laws must catch

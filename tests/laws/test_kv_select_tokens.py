@@ -13,27 +13,34 @@ from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.units import best_tokens
-from accel.ir.program import DTYPES, ancestors
+from accel.ir.program import ancestors
 from accel.ir.region import Conditional
 from accel.ir.sizes import FEW
 from accel.passes.kv.inputs import call
-from accel.passes.kv.select._tokens import Tokens, searches
+from accel.passes.kv.select._history import Histories
+from accel.passes.kv.select._tokens import Memory, Tokens, searches
 from accel.passes.kv.select._units import Units
 from accel.runtime.session.state.units import UnitGroups
 
 from ..select_case import AXIS, Selecting, built, close, constants, singles
 from .test_kv_select import law_rows, law_singles, lists
 
-TOKENS = [name for name in AXIS.names() if issubclass(AXIS.method(name), Tokens)]
+
+def memory(method):
+    """What a method of tokens keeps; one of a history has a state of its own."""
+    return method.memory(4, 8, 2) if isinstance(method, Tokens) else Memory()
+
+
+TOKENS = [name for name in AXIS.names() if issubclass(AXIS.method(name), Tokens | Histories)]
+HISTORY = [name for name in TOKENS if built(name).layout.width < FEW]
 UNITS = [name for name in TOKENS if issubclass(AXIS.method(name), Units)]
-MEMORY = [name for name in TOKENS if built(name).memory(4, 8, 2)]
+MEMORY = [name for name in TOKENS if name in HISTORY or memory(built(name)).entries]
 every = pytest.mark.parametrize("name", TOKENS)
 STANDS = {AXIS.method(name).__bases__: name for name in reversed(TOKENS)}.values()
 of_each_class = pytest.mark.parametrize(  # no choice counts
     "name", [pytest.param(n, marks=() if n in STANDS else pytest.mark.long) for n in TOKENS]
 )
 each = pytest.mark.parametrize("name", UNITS)
-HISTORY = [name for name in TOKENS if AXIS.method(name).width < FEW]
 remembers = pytest.mark.parametrize("name", MEMORY)
 histories = pytest.mark.parametrize("name", HISTORY)
 B, G, N, D = 2, 2, 23, 6
@@ -69,17 +76,17 @@ def grouped(method, keys, real, units, generated):
     known = {"keys": keys, "real": real, "units": units}
     known |= constants(method, keys.shape[1], keys.shape[3])
     known["marks"] = torch.arange(keys.shape[2]).mul(2).div(7, rounding_mode="floor") * real
-    known |= {n: known["marks"].roll(2, 1).sub(known["marks"]).float() for n in method.lasting}
+    known |= {
+        n: known["marks"].roll(2, 1).sub(known["marks"]).float() for n in memory(method).lasting
+    }
     return call(method.group, {**known, "generated": torch.tensor(generated)[:, None]})
 
 
 def law_partition(method, seed, generated=(False, False)):
     """Each real token is in one of its row's units; what a row and head makes of its keys, it makes alone."""
     x, real, units = groups(method, seed)
-    labels, parts = grouped(method, x, real, units, generated)
-    assert list(parts) == list(method.parts(D))
-    for name, (dtype, tail) in method.parts(D).items():
-        assert parts[name].dtype == DTYPES[dtype] and parts[name].shape == (B, G, 6, *tail)
+    labels, means = grouped(method, x, real, units, generated)
+    assert means.dtype == torch.float32 and means.shape == (B, G, 6, D)
     for row, count in enumerate(real.sum(1).tolist()):
         few = int(units[row].sum())
         assert ((labels[row, :, :count] >= 0) & (labels[row, :, :count] < few)).all()
@@ -88,8 +95,7 @@ def law_partition(method, seed, generated=(False, False)):
             method, x[[row], :, :count], real[[row], :count], cut, generated[row : row + 1]
         )
         assert torch.equal(alone[0], labels[row, :, :count])
-        for name in parts:
-            torch.testing.assert_close(its[name][0], parts[name][row, :, :few])
+        torch.testing.assert_close(its[0], means[row, :, :few])
         one, _ = grouped(
             method, x[[row], 1:, :count], real[[row], :count], cut, generated[row : row + 1]
         )
@@ -153,14 +159,14 @@ def law_lists(case, tokens):
                 for head in found[row, :, 0].tolist():
                     read = [s for s in head if s >= 0]
                     assert len(set(read)) == len(read)
-                    if case.method.sees_all and len(read) == length + 1:
+                    if memory(case.method).whole and len(read) == length + 1:
                         continue
                     found_few = True
                     assert {*range(plan.sinks), *range(end, length + 1)} <= set(read)
                     assert all(0 <= s <= length for s in read)
                     chosen = len([s for s in read if plan.sinks <= s < end])
                     most = case.method.tokens_read - plan.sinks
-                    if type(case.method).in_layer is not Tokens.in_layer:
+                    if hasattr(case.method, "in_layer"):
                         most = (
                             found.shape[3] - plan.sinks - plan.tail
                         )  # layers read unequal numbers
@@ -189,7 +195,7 @@ def law_labels(case, tokens):
 def law_rewind_prompts(case, tokens):
     """What was forgotten leaves no trace, of whole prompts, and of generated tokens behind them."""
     other = case.tokens(*tokens.shape, seed=9)
-    for length in (33,) if case.method.memory(4, 8, 2) else (21, 33):
+    for length in (33,) if memory(case.method).entries else (21, 33):
         with case.session(2) as straight, case.session(2) as bent:
             for session in (straight, bent):
                 session.prompt(tokens[:, :20])

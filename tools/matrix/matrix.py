@@ -268,7 +268,7 @@ class Matrix:
     def _compare(self, case: Case) -> tuple[str, str]:
         job, program, steps = self._rewritten(case)
         own_names = {
-            type(step).__name__ for step in job.plan.passes if not isinstance(step, Promise)
+            type(step.of).__name__ for step in job.plan.passes if not isinstance(step, Promise)
         }
         if idle := [s.name for s in steps if s.name in own_names and not s.changed]:
             return "wrong", f"{', '.join(idle)} changed nothing, so that nothing is compared"

@@ -51,7 +51,7 @@ class Site:
 
 @dataclass
 class EntryInputs:
-    """The placeholders of the entry `compress` while it is built."""
+    """The placeholders of an entry over a step's state while it is built, such as `compress`."""
 
     program: Program
     graph: fx.Graph
@@ -71,6 +71,14 @@ class EntryInputs:
                 self.placeholders[name] = self.graph.placeholder(name)
             self.placeholders[name].meta["val"] = value
         return self.placeholders[name]
+
+    def new(self, name: str, *shape: Any, dtype: torch.dtype = torch.int64) -> fx.Node:
+        """An input of these sizes."""
+        return self.placeholder(name, self.blank(shape, dtype))
+
+    def held(self, name: str) -> fx.Node:
+        """An input that the step has, too."""
+        return self.placeholder(name, self.program.step.input(name).meta["val"])
 
     def param(self, name: str, tensor: Tensor | None = None) -> fx.Node:
         """A parameter of the program; `tensor` is its value where it is new."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -16,24 +16,18 @@ from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import Form, form_of, operands_of
 from accel.ir.ops.choice import best_pages
 from accel.ir.ops.pages import kv_pages
-from accel.ir.program import Editor, State
-from accel.ir.region import Conditional, sizes
+from accel.ir.region import sizes
 from accel.ir.selection import Selection
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.ir.trace import trace
-from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import LEAST, PAGES, SPARSE
-from accel.passes.kv.select._build import Build, graph_of, region_call
-from accel.passes.kv.select._tokens import PLACES, Tokens
-from accel.passes.state.recurrent import buffer
+from accel.passes.kv.select import LEAST, PAGES, SPARSE, Base, Layout
+from accel.passes.kv.select._build import Build, Named, no_list, traced
+from accel.passes.kv.select._tokens import PLACES
 from accel.passes.trained import ALL, Fitted
-
-_BLOCKS = 11  # example size while shapes are worked out
 
 
 @dataclass(frozen=True)
-class Histories(Fitted, Tokens):
+class Histories(Fitted, Base):
     """Sparse attention over blocks of tokens, chosen by the history of attention.
 
     tokens_read: tokens that a token reads, with the first `sinks` and the newest `window` (and up to `block` - 1 more,
@@ -52,15 +46,16 @@ class Histories(Fitted, Tokens):
     """
 
     tokens_read: int = 1024
+    page: int = field(default=1, init=False)  # lists are of tokens
     block: int = option(16, one_of=PAGES)
     sinks: int = option(64, least=0)
     window: int = option(64, least=1)
     history: int = option(64, least=1)
     every: int = option(5, least=1)
 
-    width = 1
     breaks = SPARSE | {Invariant.DECODE_WIDTH}
-    relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
+    layout = Layout(width=1, selection=Selection(1, history=True))
+    relies = Base.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,11 +64,6 @@ class Histories(Fitted, Tokens):
                 f"{self.full_name}: sinks is {self.sinks}; give a multiple of block = {self.block}, as "
                 "blocks begin there"
             )
-
-    @property
-    def selection(self) -> Selection:
-        """See Base."""
-        return Selection(self.width, history=True)
 
     @property
     def blocks(self) -> int:
@@ -100,10 +90,6 @@ class Histories(Fitted, Tokens):
         `inside` (bool [M,N]); whatever elsewhere. shared: the tensors of `shared`.
         """
 
-    def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
-        """The keys."""
-        return {"keys": operands_of(node).k}
-
     def between(self, own: Tensor, blocks: Tensor) -> Tensor:
         """Which of blocks [N] lie between the sinks and the window of tokens in slots [B,T]: bool [B,T,N]."""
         whole = (own + 1 - self.window - self.sinks).div(self.block, rounding_mode="floor")
@@ -112,9 +98,9 @@ class Histories(Fitted, Tokens):
 
     def choose(
         self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See Tokens, for T = 1. before: the history `attention` [B,history,H,N], the newest last, and the tensors of
-        `shared`; `known` (bool [B,history]): which of the history there is.
+    ) -> Tensor:
+        """The slots that a token reads [B,G,1,K], -1: none, each once. before: the history `attention` [B,history,H,N],
+        the newest last, and the tensors of `shared`; `known` (bool [B,history]): which of the history there is.
         """
         keys, own = x["keys"], x["slots"][:, None]
         batch, groups = keys.shape[:2]
@@ -139,74 +125,54 @@ class Histories(Fitted, Tokens):
         first = torch.arange(self.sinks, device=own.device).expand(batch, -1)
         always = torch.cat((first, end + torch.arange(self.tail, device=own.device)), dim=1)
         always = torch.where(always <= own, always, -1)[:, None, None]
-        return torch.cat((chosen, always.expand(-1, groups, -1, -1)), dim=3), {}
+        return torch.cat((chosen, always.expand(-1, groups, -1, -1)), dim=3)
 
-    def _list(self, build: Build, node: fx.Node) -> fx.Node:
+    def listed(self, build: Build, node: fx.Node) -> fx.Node:
         """The list that an attention chooses, and what it leaves for later tokens."""
-        program = build.program
-        editor, x = Editor(program, program.step.graph), operands_of(node)
-        layer, groups, heads = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.q)[1])
-        if "trained" not in build.shared:
-            keys = {i: appended(n) for i, n in attentions(program).items()}
-            build.shared["trained"] = self.tensors(program, keys)[ALL]
-        letter = f"C/{self.block}"
-        if letter not in build.letters:
-            build.letters[letter] = editor.symbol(letter, _BLOCKS)
-        seen = ("B", self.ring, heads, letter)
-        states = [
-            State(Part.CHOICE, layer, "float32", seen, detail="attention"),
-            State(Part.CHOICE, layer, "int64", ("B", self.ring), -1, detail=PLACES),
-        ]
-        held = [buffer(program, editor, state, build.letters) for state in states]
-        form = form_of(x)
-        table = {f"{self.key}.{n}": t for n, t in build.shared["trained"].items()}
-        with editor.graph.inserting_before(node):
-            by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
-            asked = {
-                "queries": by_token, "positions": x.q_pos, "k_pos": x.k_pos,
-                "slots": program.step.input("slots"), "keys": x.k,
-                **({} if x.sink is None else {"sink": x.sink}),
-            }  # fmt: skip
-            given = build.chooses, *asked.values(), *held
-            names = list(build.shared["trained"])
-            choose = partial(self._chosen_by, [*asked], names, form)
-            region = Conditional(
-                f"choose.{layer}",
-                graph_of(program, layer, choose, given, ("choose", self, form, *asked), table),
-                graph_of(
-                    program, layer, partial(_none, groups, heads), given, ("none", groups, heads)
-                ),
-            )
-            pages, noted = region_call(editor, region, given, node)
-            looks = _looks(editor, build, self, node)
-            given = looks, build.chooses, *asked.values(), noted, *held
-            note = partial(self._noted, [*asked], form)
-            region = Conditional(
-                f"note.{layer}",
-                graph_of(program, layer, note, given, ("note", self, form, *asked)),
-                graph_of(
-                    program, layer, partial(self._kept, [*asked]), given, ("keep", self, *asked)
-                ),
-            )
-            after = region_call(editor, region, given, node)
-        build.outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
+        x, layer, form = operands_of(node), node.meta["layer"], form_of(operands_of(node))
+        groups, heads = int(sizes(x.k)[1]), int(sizes(x.q)[1])
+        shared = build.trained[ALL]
+        image = ("float32", ("B", self.ring, heads, build.every(self.block)))
+        held = build.held(Part.CHOICE, layer, {"attention": image})
+        held |= build.held(Part.CHOICE, layer, {PLACES: ("int64", ("B", self.ring))}, -1)
+        asked = {**build.asked(node), "keys": x.k, **({} if x.sink is None else {"sink": x.sink})}
+        pages, noted = build.either(
+            node, "choose", partial(self._chosen, list(shared), form), partial(_none, groups, heads),
+            asked | held, (self, form),
+            constants={n: (f"{self.key}.{n}", t) for n, t in shared.items()},
+        )  # fmt: skip
+        if "looks" not in build.shared:
+            build.shared["looks"] = self._looks(build, node)
+        given = {"chose": build.chooses, **asked, "noted": noted, **held}
+        after = build.either(
+            node, "note", partial(self._noted, form), self._kept, given, (self, form),
+            build.shared["looks"],
+        )  # fmt: skip
+        build.becomes(Part.CHOICE, layer, dict(zip(held, after, strict=True)))
         return pages
 
-    def _chosen_by(
-        self, asked: list[str], names: list[str], form: Form, *values: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _looks(self, build: Build, node: fx.Node) -> fx.Node:
+        """Whether some token of the call looks at all keys, bool []."""
+
+        def looks(x: Named) -> Tensor:
+            due = (x["positions"] >= 0) & (x["positions"].remainder(self.every) == 0)
+            return due.any() | ~x["chooses"]
+
+        given = {"chooses": build.chooses, "positions": build.program.step.input("positions")}
+        with build.editor.graph.inserting_before(node):
+            found: fx.Node = traced(build.editor, "choice", looks, given, ("looks", self.every))
+        return found
+
+    def _chosen(self, names: list[str], form: Form, x: Named) -> tuple[Tensor, Tensor]:
         """The list of a token, and its attention to blocks over what it reads [B,1,H,N]."""
-        own = (*asked, "attention", "places")
-        x = dict(zip(own, values, strict=False))
-        shared = dict(zip(names, values[len(own) :], strict=True))
         wanted = x["positions"][:, :1] + torch.arange(
             -self.history, 0, device=x["slots"].device
         )  # [B,history]
         at = wanted.clamp(min=0).remainder(self.ring)
-        known = (x["places"].gather(1, at) == wanted) & (wanted >= 0)
+        known = (x[PLACES].gather(1, at) == wanted) & (wanted >= 0)
         index = at[..., None, None].expand(-1, -1, *x["attention"].shape[2:])
         image = x["attention"].gather(1, index)
-        listed, _ = self.choose(x, form, {"attention": image, **shared}, known)
+        listed = self.choose(x, form, {"attention": image, **{n: x[n] for n in names}}, known)
         return listed, self.attended(x, listed, replace(form, sink=x.get("sink")))
 
     def attended(self, x: Mapping[str, Tensor], listed: Tensor, form: Form) -> Tensor:
@@ -227,15 +193,8 @@ class Histories(Fitted, Tokens):
         placed: Tensor = blank.scatter(3, index, most)[..., :blocks]
         return placed.flatten(1, 2)[:, None]
 
-    def _noted(
-        self,
-        asked: list[str],
-        form: Form,
-        chose: Tensor,
-        *values: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _noted(self, form: Form, x: Named) -> tuple[Tensor, Tensor]:
         """State after a call of whose last tokens some look at all keys."""
-        x = dict(zip((*asked, "noted", "attention", "places"), values, strict=True))
         queries, positions, attention = x["queries"], x["positions"], x["attention"]
         last = positions.amax(1, keepdim=True)  # [B,1]
         count = torch.sym_min(positions.shape[1], self.ring)
@@ -248,9 +207,9 @@ class Histories(Fitted, Tokens):
         numbers = torch.arange(blocks, device=last.device)
         inside = self.between(x["slots"][:, None] + index, numbers)
         true = true.masked_fill(~inside[:, :, None], 0.0)
-        looks = (wanted.remainder(self.every) == 0) | ~chose
+        looks = (wanted.remainder(self.every) == 0) | ~x["chose"]
         new = torch.where(looks[..., None, None], true, x["noted"])
-        return self._placed(new, positions, attention, x["places"])
+        return self._placed(new, x)
 
     def looked(
         self,
@@ -269,15 +228,13 @@ class Histories(Fitted, Tokens):
         most: Tensor = found.permute(0, 3, 1, 2)
         return most
 
-    def _kept(self, asked: list[str], chose: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+    def _kept(self, x: Named) -> tuple[Tensor, Tensor]:
         """State after a call of one token that reads what it chose."""
-        x = dict(zip((*asked, "noted", "attention", "places"), values, strict=True))
-        return self._placed(x["noted"], x["positions"], x["attention"], x["places"])
+        return self._placed(x["noted"], x)
 
-    def _placed(
-        self, new: Tensor, positions: Tensor, attention: Tensor, places: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _placed(self, new: Tensor, x: Named) -> tuple[Tensor, Tensor]:
         """State with entries [B,E,H,N] of the last E tokens of a call, the newest first."""
+        positions = x["positions"]
         last = positions.amax(1, keepdim=True)
         numbers = torch.arange(self.ring, device=last.device)
         back = (last - numbers).remainder(self.ring)  # [B,ring]: how far behind the last
@@ -286,29 +243,12 @@ class Histories(Fitted, Tokens):
         index = back.clamp(max=new.shape[1] - 1)[..., None, None]
         taken = new.gather(1, index.expand(-1, -1, *new.shape[2:]))
         return (
-            torch.where(here[..., None, None], taken, attention),
-            torch.where(here, place, places),
+            torch.where(here[..., None, None], taken, x["attention"]),
+            torch.where(here, place, x[PLACES]),
         )
 
 
-def _looks(editor: Editor, build: Build, method: Histories, node: fx.Node) -> fx.Node:
-    """Whether some token of the call looks at all keys, bool []."""
-    if "looks" not in build.shared:
-
-        def looks(chooses: Tensor, positions: Tensor) -> Tensor:
-            due = (positions >= 0) & (positions.remainder(method.every) == 0)
-            return due.any() | ~chooses
-
-        positions = build.program.step.input("positions")
-        build.shared["looks"] = trace(
-            editor, "choice", looks, build.chooses, positions, key=("looks", method.every)
-        )
-    found: fx.Node = build.shared["looks"]
-    return found
-
-
-def _none(groups: int, heads: int, queries: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    """No list of tokens [B,G,0,1], since everything is read; what is noted comes later."""
-    positions, attention = rest[0], rest[4]
-    none = positions.new_zeros((positions.shape[0], groups, 0, 1))
-    return none, attention.new_zeros((attention.shape[0], 1, heads, attention.shape[3]))
+def _none(groups: int, heads: int, x: Named) -> tuple[Tensor, Tensor]:
+    """No list of tokens, since everything is read; what is noted comes later."""
+    image = x["attention"]
+    return no_list(groups, x), image.new_zeros((image.shape[0], 1, heads, image.shape[3]))

@@ -5,10 +5,8 @@ chooses made of them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -22,25 +20,26 @@ from accel.ir.low_rank import LowRank as Plan
 from accel.ir.ops.attention import Form, form_of, operands_of
 from accel.ir.ops.pages import fetch_pages
 from accel.ir.ops.rows import take_rows
-from accel.ir.program import Editor, Program, State
-from accel.ir.region import Conditional, Entry, sizes
-from accel.ir.state import POSITIONS, Home, Part, name_of, output_of
+from accel.ir.program import Editor, Program
+from accel.ir.region import Entry, sizes
+from accel.ir.state import POSITIONS, Part, name_of, output_of
 from accel.ir.trace import trace
-from accel.passes import Report
 from accel.passes.kv._shared.cached import cache_of
 from accel.passes.kv._shared.rotation import rotated, rotation_of
 from accel.passes.kv._shared.slots import written
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import Base
-from accel.passes.kv.select._build import Build, graph_of, region_call
-from accel.passes.state.recurrent import buffer
+from accel.passes.kv.inputs import EntryInputs
+from accel.passes.kv.select import MAPPED
+from accel.passes.kv.select._build import Build, Named, no_list
+from accel.passes.kv.select._pages import Pages, chosen
+from accel.passes.kv.select._sites import as_cached
 
 CODED = name_of(Part.LOW_RANK, detail="coded")  # [B]: the keys of so many first tokens are kept
 _TOKENS = 53  # example size while shapes are worked out
 
 
 @dataclass(frozen=True)
-class LowRank(Base):
+class LowRank(Pages):
     """Sparse attention over pages, the keys of which are made anew of fewer numbers.
 
     low_rank: R, so many numbers of a token stand for its keys, before RoPE and all heads of a layer together, in the
@@ -60,9 +59,8 @@ class LowRank(Base):
     """
 
     low_rank: int = option(160, least=1, most=16384)
-    homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
-    as_cached: ClassVar[bool] = True
-    relies = Base.relies | {
+    layout = MAPPED
+    relies = Pages.relies | {
         Invariant.FIXED_LAYERS,
         Invariant.TOKENS_CONTIGUOUS,
         Invariant.UNIFORM_SLOTS,
@@ -73,161 +71,98 @@ class LowRank(Base):
     def exact(self) -> int:
         """Entries of a list, the first, that are read as they are."""
 
-    def run(self, program: Program) -> Report:
-        report = super().run(program)
-        if report.changed:
-            layers = [
-                layer
-                for layer, node in sorted(attentions(program).items())
-                if operands_of(node).beside is not None
-            ]
-            shapes = [self._shape(program, layer) for layer in layers]
-            heads, ranks, widths = zip(*shapes, strict=True)
-            program.facts.low_rank = Plan(tuple(layers), heads, widths, ranks)
-            program.entries[SQUARES.name] = self._entry(program, layers, SQUARES.name)
-            program.entries[FACTOR.name] = self._entry(program, layers, FACTOR.name)
-        return report
+    def finish(self, program: Program) -> None:
+        sites = sorted(attentions(program).items())
+        layers = [layer for layer, node in sites if operands_of(node).beside is not None]
+        heads, ranks, widths = zip(*(self._shape(program, i) for i in layers), strict=True)
+        program.facts.low_rank = Plan(tuple(layers), heads, widths, ranks)
+        program.entries[SQUARES.name] = self._entry(program, layers, SQUARES.name)
+        program.entries[FACTOR.name] = self._entry(program, layers, FACTOR.name)
 
     def _shape(self, program: Program, layer: int) -> tuple[int, int, int]:
         """The sizes of a layer's directions [G,R,D]."""
         _, groups, _, width = sizes(operands_of(attentions(program)[layer]).k)
         return int(groups), min(self.low_rank, int(groups) * int(width)), int(width)
 
-    def _untold(self, program: Program, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
+    def refusal(self, program: Program, node: fx.Node, plain: bool) -> str:
         """Why the keys of its layer cannot be rebuilt; nothing where they can."""
-        if why := super()._untold(program, node, keys):
+        if why := as_cached(node, plain):
             return why
         try:
-            rotation_of(program, keys[node.meta["layer"]], "keys", _INSTEAD)
+            rotation_of(program, appended(node), "keys", _INSTEAD)
         except PassError as error:
             return str(error)
         return ""
 
-    def _list(self, build: Build, node: fx.Node) -> fx.Node:
+    def listed(self, build: Build, node: fx.Node) -> fx.Node:
         """List the pages that an attention reads as they are, and let it merge what those give that are rebuilt."""
-        program = build.program
-        editor, x = Editor(program, program.step.graph), operands_of(node)
-        layer, groups, value_width = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.v)[3])
-        stored = self._stored(build, node)
-        low, basis, coded = self._kept(build, node)
+        program, x = build.program, operands_of(node)
+        layer, form, editor = node.meta["layer"], form_of(x), build.editor
+        groups, rank, width = self._shape(program, layer)
+        parts = self.stored(build, node)
+        if CODED not in program.step.inputs:
+            build.letters["C"] = x.k.meta["val"].shape[2]
+            build.held(Part.LOW_RANK, None, {"coded": ("int64", ("B",))})
+        held = build.held(
+            Part.LOW_RANK, layer,
+            {"keys": ("float32", ("B", 1, "C", rank)), "basis": ("float32", ("B", groups, rank, width))},
+        )  # fmt: skip
         rotation = rotation_of(program, appended(node), "keys", _INSTEAD)
-        mask = form_of(x)
+        interleaved = rotation is not None and rotation.interleaved
+        tables = rotation.named if rotation is not None else {}
+        asked = build.asked(node)
+        pages, rebuilt = build.either(
+            node, "choose", partial(self._split, form, groups, list(parts)), partial(_no_lists, groups),
+            {**asked, "coded": program.step.input(CODED), **parts}, (self, form),
+        )  # fmt: skip
         with editor.graph.inserting_before(node):
-            by_token = self._asked(build, node)
-            slots = program.step.input("slots")
-            given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, coded, *stored.values())
-            choose = partial(self._split, list(stored), mask)
-            pages, chosen = region_call(
-                editor,
-                Conditional(
-                    f"choose.{layer}",
-                    graph_of(program, layer, choose, given, ("split", self, mask)),
-                    graph_of(program, layer, partial(_no_lists, groups), given, ("none", groups)),
-                ),
-                given,
-                node,
-            )
-            chosen = editor.call(fetch_pages.default, chosen, x.v, self.page, like=node)
-            given = build.chooses, by_token, x.q_pos, x.k_pos, chosen, low, basis, x.v
-            interleaved = rotation is not None and rotation.interleaved
-            rebuild = partial(self._rebuilt, mask, interleaved)
-            nothing = partial(_no_part, value_width)
-            table = rotation.named if rotation is not None else {}
-            out, lse = region_call(
-                editor,
-                Conditional(
-                    f"rebuild.{layer}",
-                    graph_of(program, layer, rebuild, given, ("rebuild", self, mask, interleaved), table),
-                    graph_of(program, layer, nothing, given, ("no part", value_width)),
-                ),
-                given,
-                node,
-            )  # fmt: skip
+            rebuilt = editor.call(fetch_pages.default, rebuilt, x.v, self.page, like=node)
+        del asked["slots"]
+        value_width = int(sizes(x.v)[3])
+        out, lse = build.either(
+            node, "rebuild", partial(self._rebuilt, form, interleaved),
+            partial(_no_part, value_width),
+            {**asked, "pages": rebuilt, "low": held["keys"], "basis": held["basis"], "values": x.v},
+            (self, form, interleaved, value_width),
+            constants=dict(zip(("cos", "sin"), tables.items(), strict=False)),
+        )  # fmt: skip
         node.kwargs = {**node.kwargs, "beside": out, "beside_lse": lse}
-        build.outputs |= {
-            output_of(name_of(Part.PAGES, layer, detail=part)): new for part, new in stored.items()
-        }
+        build.becomes(Part.PAGES, layer, parts)
         return pages
 
-    def _kept(self, build: Build, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """State of a layer's keys, and of rows."""
-        program, keys = build.program, operands_of(node).k
-        editor, layer = Editor(program, program.step.graph), node.meta["layer"]
-        groups, width = int(sizes(keys)[1]), int(sizes(keys)[3])
-        rank = min(self.low_rank, groups * width)
-        if CODED not in program.step.inputs:
-            build.letters["C"] = keys.meta["val"].shape[2]
-            rows = State(Part.LOW_RANK, None, "int64", ("B",), detail="coded")
-            buffer(program, editor, rows, build.letters)
-        shapes: dict[str, tuple[int | str, ...]] = {
-            "keys": ("B", 1, "C", rank),
-            "basis": ("B", groups, rank, width),
-        }
-        low, basis = (
-            buffer(
-                program,
-                editor,
-                State(Part.LOW_RANK, layer, "float32", shape, detail=n),
-                build.letters,
-            )
-            for n, shape in shapes.items()
-        )
-        return low, basis, program.step.input(CODED)
-
-    def _split(
-        self,
-        parts: list[str],
-        mask: Form,
-        queries: Tensor,
-        q_pos: Tensor,
-        k_pos: Tensor,
-        slots: Tensor,
-        coded: Tensor,
-        *values: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _split(self, form: Form, groups: int, parts: list[str], x: Named) -> tuple[Tensor, Tensor]:
         """What tokens choose: pages that they read as they are, and pages whose keys are rebuilt."""
-        chosen = self._choose(parts, [], mask, queries, q_pos, k_pos, slots, *values)
-        ahead = torch.arange(self.exact, device=chosen.device)
+        pages = chosen(self, form, groups, parts, x)
+        ahead = torch.arange(self.exact, device=pages.device)
         behind = torch.arange(
-            self.exact, self.count, device=chosen.device
+            self.exact, self.count, device=pages.device
         )  # whoever chooses has them
-        first, rest = chosen.index_select(3, ahead), chosen.index_select(3, behind)
-        whole = coded.div(self.page, rounding_mode="floor")[:, None, None, None]
+        first, rest = pages.index_select(3, ahead), pages.index_select(3, behind)
+        whole = x["coded"].div(self.page, rounding_mode="floor")[:, None, None, None]
         low = rest < whole
         return torch.cat((first, rest.masked_fill(low, -1)), dim=3), rest.masked_fill(~low, -1)
 
-    def _rebuilt(
-        self,
-        mask: Form,
-        interleaved: bool,
-        queries: Tensor,
-        q_pos: Tensor,
-        k_pos: Tensor,
-        pages: Tensor,
-        low: Tensor,
-        basis: Tensor,
-        values: Tensor,
-        *tables: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _rebuilt(self, form: Form, interleaved: bool, x: Named) -> tuple[Tensor, Tensor]:
         """Attention of queries [B,T,H,D] over pages [B,G,T,K] of values [B,G,C,Dv], with keys made of low [B,1,C,R] and
         basis [B,G,R,D]: [B,H,T,Dv], and its log-sum-exp [B,H,T]; the lowest number where a token has no such page.
         """
+        pages, values = x["pages"], x["values"]
         batch, groups, tokens = pages.shape[:3]
         ahead = torch.arange(self.page, device=pages.device)
         listed = (pages >= 0)[..., None].expand(-1, -1, -1, -1, self.page).flatten(3)  # [B,G,T,N]
         slots = (pages.clamp(min=0)[..., None] * self.page + ahead).flatten(2)  # [B,G,T N]
-        where = k_pos[:, None].expand(-1, groups, -1).gather(2, slots)
-        features = take_rows(low[:, 0], slots.flatten(1)).unflatten(1, (groups, -1))
-        keys = features @ basis
-        if tables:
-            cos, sin = (table[where.clamp(min=0)] for table in tables)
+        where = x["k_pos"][:, None].expand(-1, groups, -1).gather(2, slots)
+        features = take_rows(x["low"][:, 0], slots.flatten(1)).unflatten(1, (groups, -1))
+        keys = features @ x["basis"]
+        if "cos" in x:
+            cos, sin = (x[n][where.clamp(min=0)] for n in ("cos", "sin"))
             keys = rotated(keys, cos, sin, interleaved)
         taken = take_rows(values.flatten(0, 1), slots.flatten(0, 1)).unflatten(0, (batch, groups))
-        seen = listed & mask.visible(
-            q_pos[:, None, :, None], where.unflatten(2, (tokens, -1))
+        seen = listed & form.visible(
+            x["positions"][:, None, :, None], where.unflatten(2, (tokens, -1))
         )  # [B,G,T,N]
-        by_group = queries.unflatten(2, (groups, -1)).transpose(1, 2)  # [B,G,T,heads,D]
-        scores = mask.logits(by_group.float() @ keys.unflatten(2, (tokens, -1)).mT)
+        by_group = x["queries"].unflatten(2, (groups, -1)).transpose(1, 2)  # [B,G,T,heads,D]
+        scores = form.logits(by_group.float() @ keys.unflatten(2, (tokens, -1)).mT)
         scores = scores.masked_fill(~seen[:, :, :, None], torch.finfo(scores.dtype).min)
         top = scores.amax(-1, keepdim=True)
         shares = (scores - top).exp()
@@ -242,39 +177,23 @@ class LowRank(Base):
         [B] whose keys are taken; `ranks` 0..N-1, as many as any row has. `factor` also gets `coded` [B], which the
         state then says, and of each layer `directions.<layer>` [B,G,R,D], which become the basis of rows with a `stop`.
         """
-        graph, step = fx.Graph(), program.step
-        source = Editor(program, step.graph)
-
-        def holder(name: str, value: Any) -> fx.Node:
-            node = graph.placeholder(name)
-            node.meta["val"] = value
-            return node
-
-        def blank(*shape: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-            with source.fake:
-                return torch.empty(shape, dtype=dtype)
-
-        batch = step.input("tokens").meta["val"].shape[0]
-        stretch = [holder(n, blank(batch)) for n in ("start", "stop")]
-        stretch.append(holder("ranks", blank(source.symbol("N", _TOKENS))))
-        stretch.append(holder(POSITIONS, step.input(POSITIONS).meta["val"]))
+        graph, sites = fx.Graph(), attentions(program)
+        inputs = EntryInputs(program, graph, Editor(program, program.step.graph))
+        stretch = [inputs.new(n, inputs.batch) for n in ("start", "stop")]
+        stretch.append(inputs.new("ranks", inputs.source.symbol("N", _TOKENS)))
+        stretch.append(inputs.held(POSITIONS))
         editor = Editor(program, graph)
-        sites = attentions(program)
         outputs: dict[str, fx.Node] = {}
         given: dict[int, list[fx.Node]] = {}
         if name == FACTOR.name:
-            told, held = holder("coded", blank(batch)), holder(CODED, blank(batch))
+            told, held = inputs.new("coded", inputs.batch), inputs.held(CODED)
             outputs[output_of(CODED)] = trace(editor, CODED, _moved, held, told, key="coded")
         for layer in layers:
-            keys = cache_of(sites[layer], Part.KEYS)
-            given[layer] = [holder(str(keys.target), keys.meta["val"])]
+            given[layer] = [inputs.held(str(cache_of(sites[layer], Part.KEYS).target))]
             if name == FACTOR.name:
-                shape = batch, *self._shape(program, layer)
-                given[layer].append(
-                    holder(directions_of(layer), blank(*shape, dtype=torch.float32))
-                )
-                for n in _held(layer):
-                    given[layer].append(holder(n, step.input(n).meta["val"]))
+                shape = inputs.batch, *self._shape(program, layer)
+                given[layer].append(inputs.new(directions_of(layer), *shape, dtype=torch.float32))
+                given[layer] += [inputs.held(n) for n in _held(layer)]
         for layer in layers:
             rotation = rotation_of(program, appended(sites[layer]), "keys", _INSTEAD)
             tables = rotation.tables(editor) if rotation is not None else ()
@@ -347,23 +266,14 @@ def _moved(held: Tensor, told: Tensor) -> Tensor:
     return torch.where(told >= 0, told, held)
 
 
-def _no_lists(groups: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+def _no_lists(groups: int, x: Named) -> tuple[Tensor, Tensor]:
     """No lists of pages [B,G,0,1], since everything is read."""
-    none = q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
+    none = no_list(groups, x)
     return none, none.clone()
 
 
-def _no_part(
-    width: int,
-    queries: Tensor,
-    q_pos: Tensor,
-    k_pos: Tensor,
-    pages: Tensor,
-    low: Tensor,
-    basis: Tensor,
-    values: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _no_part(width: int, x: Named) -> tuple[Tensor, Tensor]:
     """A partial result over no keys."""
-    heads = queries[..., 0].transpose(1, 2).float()  # [B,H,T]
+    heads = x["queries"][..., 0].transpose(1, 2).float()  # [B,H,T]
     none = torch.full_like(heads, torch.finfo(torch.float32).min)
     return torch.zeros_like(heads)[..., None].expand(-1, -1, -1, width).clone(), none

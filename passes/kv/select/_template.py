@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from accel.passes.kv.select import Base, Sizes
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._pages import Pages
 
 
 @dataclass(frozen=True)
-class Template(Base):
+class Template(Pages):
     """What is known of a page, and its score: here, the mean of its keys."""
 
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 12, "page": 4, "dense_layers": 0}

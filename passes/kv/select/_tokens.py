@@ -6,75 +6,74 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, fx
 
 from accel.ir.ops.attention import Form, form_of, operands_of
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, State
-from accel.ir.region import Conditional, sizes
+from accel.ir.region import sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.passes.kv.select import SPARSE, Base, Sizes
-from accel.passes.kv.select._build import Build, graph_of, region_call
-from accel.passes.state.recurrent import buffer
-from accel.passes.trained import Parts
+from accel.passes.kv.select import Base, Sizes
+from accel.passes.kv.select._build import Build, Named, Stored, no_list
 
 RING = (
     FEW + 1
 )  # entries of a memory: a call of FEW tokens does not overwrite that of the token before it
 PLACES = "pos"
+_OLD = "old."  # what a memory holds before the call
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a choice leaves of each token.
+
+    entries: name -> (dtype, sizes after [B,T]), of the newest tokens. These are `choice.<layer>.<name> [B,RING,…]`: an
+    entry is of the position that `choice.<layer>.pos [B,RING]` says, so the last FEW tokens can be rewound. A call
+    that reads everything (a prompt) leaves no entries. The session's observer is `runtime/session/state/choice.py`.
+
+    lasting: names of numbers [B,T] of each token for as long as it is there, appended as keys are:
+    `pages.<layer>.<name> [B,1,C/1]`, -1 of tokens that read everything.
+
+    whole: whether a choice also gives `whole` (bool [B,T]), tokens that read everything. A call with such a token lists
+    all slots for it, and reads them from the same list as others.
+
+    merged: whether it also gives `out` [B,H,T,Dv] and `lse` [B,H,T], attention over other forms of keys than those of
+    the list, and its log-sum-exp. Attention over the list is merged with it.
+    """
+
+    entries: Mapping[str, tuple[str, Sizes]] = field(default_factory=dict)
+    lasting: tuple[str, ...] = ()
+    whole: bool = False
+    merged: bool = False
+
+    @property
+    def beside(self) -> list[str]:
+        """What a choice gives for the call alone."""
+        return ["whole"] * self.whole + ["out", "lse"] * self.merged
 
 
 @dataclass(frozen=True)
 class Tokens(Base):
-    """Sparse attention over lists of tokens [B,G,T,K].
-
-    A method says what of the state its choice reads (`reads`), and chooses (`choose`). It may keep numbers of each
-    token for later ones: `memory`. These are `choice.<layer>.<name> [B,RING,…]`, of the newest tokens: an entry is of
-    the position that `choice.<layer>.pos [B,RING]` says, so the last FEW tokens can be rewound. A call that reads
-    everything (a prompt) leaves no entries. The session's observer is `runtime/session/state/choice.py`.
-
-    What a choice says of each token for as long as the token is there are its `lasting` numbers, appended as keys are:
-    `pages.<layer>.<name> [B,1,C/1]`, -1 of tokens that read everything. `choose` gives them with the memory.
-
-    Where `sees_all` is set, the memory of a call also has `whole` (bool [B,T]): tokens that read everything. A call
-    with such a token lists all slots for it, and reads them from the same list as others.
-
-    Where `merges` is set, it also has `out` [B,H,T,Dv] and `lse` [B,H,T]: attention over other forms of keys than those
-    of the list, and its log-sum-exp. Attention over the list is merged with it.
+    """Sparse attention over lists of tokens [B,G,T,K]. A method says what of the step its choice reads (`operands`),
+    what it leaves for later tokens (`memory`), and chooses (`choose`).
     """
 
     page: int = field(default=1, init=False)  # lists are of tokens
-    sees_all: ClassVar[bool] = False  # whether some tokens of a call may read everything
-    merges: ClassVar[bool] = False  # whether a token reads more than its list
-    lasting: ClassVar[tuple[str, ...]] = ()  # numbers of each token, [B,T] of a call
 
-    breaks = SPARSE  # nothing is made of keys
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """Tokens that a token reads at most."""
-
-    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
-        """What is kept of a token, of its H queries of D numbers for G KV heads: name -> (dtype, sizes after [B,T])."""
-        return {}
+    def memory(self, heads: int, width: int, groups: int) -> Memory:
+        """What is kept of a token, of its H queries of D numbers for G KV heads."""
+        return Memory()
 
     @abstractmethod
     def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """What `choose` reads beside queries and positions, of an attention."""
 
-    def in_layer(self, layer: int, layers: tuple[int, ...], tables: Parts) -> Self:
-        """The method as one of the `layers` that choose has it, by the constants of each."""
-        return self
-
     @abstractmethod
     def choose(
         self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Named]:
         """The slots that tokens read [B,G,T,K], -1: none, each once; and the memory of these tokens [B,T,…].
 
         x: queries [B,T,H,D], positions [B,T] of the call and k_pos [B,C] in the slots, the call's first slots [B],
@@ -82,118 +81,76 @@ class Tokens(Base):
         is `known` (bool [B]).
         """
 
-    def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
-        return {}
-
-    def summary(self, keys: Tensor) -> dict[str, Tensor]:
-        return {}
-
-    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        """queries [B,G,M,D], the parts [B,G,U,…] -> what each unit is worth to them [B,G,M,U]."""
-        return queries.float() @ parts["mean"].transpose(-1, -2)
-
-    def _list(self, build: Build, node: fx.Node) -> fx.Node:
-        """The list of tokens that an attention chooses."""
-        program = build.program
-        editor, x = Editor(program, program.step.graph), operands_of(node)
-        layer, groups = node.meta["layer"], int(sizes(x.k)[1])
-        heads, width = int(sizes(x.q)[1]), int(sizes(x.q)[3])
-        method = self.in_layer(layer, build.layers, build.tables)
+    def listed(self, build: Build, node: fx.Node) -> fx.Node:
+        x, editor = operands_of(node), build.editor
+        layer, groups, form = node.meta["layer"], int(sizes(x.k)[1]), form_of(x)
+        memory = self.memory(int(sizes(x.q)[1]), int(sizes(x.q)[3]), groups)
         read = self.operands(build, node)
         with editor.graph.inserting_before(node):
             table = build.tables.get(layer, {})
             read |= {n: editor.param(constant(layer, n), t) for n, t in table.items()}
-        declared = self.memory(heads, width, groups)
-        states = [
-            State(Part.CHOICE, layer, dtype, ("B", RING, *tail), detail=name)
-            for name, (dtype, tail) in declared.items()
-        ]
-        if states:
-            states.append(State(Part.CHOICE, layer, "int64", ("B", RING), -1, detail=PLACES))
-        held = [buffer(program, editor, state, build.letters) for state in states]
-        longer = [
-            State(Part.PAGES, layer, "float32", ("B", 1, "C/1"), -1, detail=name)
-            for name in self.lasting
-        ]
-        noted = [buffer(program, editor, state, build.letters) for state in longer]
-        with editor.graph.inserting_before(node):
-            by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
-            slots = program.step.input("slots")
-            given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, *read.values(), *held)
-            mask = form_of(x)
-            choose = partial(method._chosen, list(read), list(declared), mask)
-            key = "choose", method, mask, *read
-            merges = int(sizes(x.v)[3]) if self.merges else 0
-            nothing = partial(_everything, groups, self.sees_all, merges, len(held), len(noted))
-            region = Conditional(
-                f"choose.{layer}",
-                graph_of(program, layer, choose, given, key),
-                graph_of(program, layer, nothing, given, ("everything", *nothing.args)),
+        entries: dict[str, Stored] = {
+            n: (dtype, ("B", RING, *tail)) for n, (dtype, tail) in memory.entries.items()
+        }
+        held = build.held(Part.CHOICE, layer, entries)
+        if held:
+            held |= build.held(Part.CHOICE, layer, {PLACES: ("int64", ("B", RING))}, -1)
+        lasting = {n: ("float32", ("B", 1, build.every(1))) for n in memory.lasting}
+        noted = build.held(Part.PAGES, layer, lasting, -1)
+        merged = int(sizes(x.v)[3]) if memory.merged else 0
+        pages, *after = build.either(
+            node, "choose", partial(self._chosen, memory, form),
+            partial(_everything, memory, groups, merged),
+            {**build.asked(node), **read, **{_OLD + n: old for n, old in held.items()}},
+            (self, form, groups, merged),
+        )  # fmt: skip
+        found = dict(zip((*memory.beside, *held, *noted), after, strict=True))
+        if memory.whole:
+            asked = {"pages": pages, "whole": found["whole"], "k_pos": x.k_pos}
+            asked["slots"] = build.program.step.input("slots")
+            with editor.graph.inserting_before(node):
+                some = editor.call(torch.ops.aten.any.default, found["whole"], like=node)
+            (pages,) = build.either(
+                node, "whole", _with_whole, lambda x: x["pages"].clone(), asked, (), some
             )
-            pages, *after = region_call(editor, region, given, node)
-            if self.sees_all:
-                whole = after.pop(0)
-                some = editor.call(torch.ops.aten.any.default, whole, like=node)
-                given = some, pages, whole, x.k_pos, slots
-                region = Conditional(
-                    f"whole.{layer}",
-                    graph_of(program, layer, _with_whole, given, "with whole"),
-                    graph_of(program, layer, _as_chosen, given, "as chosen"),
-                )
-                (pages,) = region_call(editor, region, given, node)
-            if self.merges:
-                out, lse, *after = after
-                node.kwargs = {**node.kwargs, "beside": out, "beside_lse": lse}
-            for i, old in enumerate(noted, len(states)):
-                after[i] = editor.call(kv_append.default, old, after[i], slots, like=node)
-        states += longer
-        build.outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
+        if memory.merged:
+            beside = {"beside": found["out"], "beside_lse": found["lse"]}
+            node.kwargs = {**node.kwargs, **beside}
+        slots = build.program.step.input("slots")
+        with editor.graph.inserting_before(node):
+            longer = {
+                n: editor.call(kv_append.default, old, found[n], slots, like=node)
+                for n, old in noted.items()
+            }
+        build.becomes(Part.CHOICE, layer, {n: found[n] for n in held})
+        build.becomes(Part.PAGES, layer, longer)
         return pages
 
-    def _chosen(
-        self, names: list[str], kept: list[str], mask: Form, *operands: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _chosen(self, memory: Memory, form: Form, x: Named) -> tuple[Tensor, ...]:
         """What `choose` lists, and the memory as it is after the call."""
-        own = ("queries", "positions", "k_pos", "slots", *names)
-        x = dict(zip(own, operands, strict=False))
-        held = operands[len(own) :]
-        positions = x["positions"]
-        if not kept:
-            listed, new = self.choose(x, mask, {}, positions[:, 0] < 0)
-            return (
-                listed,
-                *self._beside(new),
-                *(new[name].float()[:, None] for name in self.lasting),
-            )
-        *values, places = held
-        last = positions[:, :1] - 1  # [B,1]
-        at = last.clamp(min=0).remainder(RING)
-        known = (places.gather(1, at) == last)[:, 0] & (last[:, 0] >= 0)
-        before = {n: _entry(v, at)[:, 0] for n, v in zip(kept, values, strict=True)}
-        listed, new = self.choose(x, mask, before, known)
-        # entry i is of the token of the call whose position is i modulo RING, if there is one
-        token = (torch.arange(RING, device=at.device) - positions[:, :1]).remainder(
-            RING
-        )  # [B,RING]
-        index = token.clamp(max=positions.shape[1] - 1)
-        place = positions.gather(1, index)
-        here = (token < positions.shape[1]) & (place >= 0)
-        written = []
-        for name, old in zip(kept, values, strict=True):
-            there = here.reshape(*here.shape, *[1] * (old.dim() - 2))
-            written.append(torch.where(there, _entry(new[name], index), old))
-        return (
-            listed,
-            *self._beside(new),
-            *written,
-            torch.where(here, place, places),
-            *(new[name].float()[:, None] for name in self.lasting),
-        )
-
-    def _beside(self, new: Mapping[str, Tensor]) -> list[Tensor]:
-        """What the memory of a call has beside what is kept."""
-        names = (*(["whole"] if self.sees_all else []), *(["out", "lse"] if self.merges else []))
-        return [new[name] for name in names]
+        positions, held = x["positions"], {n: x[_OLD + n] for n in memory.entries}
+        if not held:
+            listed, new = self.choose(x, form, {}, positions[:, 0] < 0)
+        else:
+            places = x[_OLD + PLACES]
+            last = positions[:, :1] - 1  # [B,1]
+            at = last.clamp(min=0).remainder(RING)
+            known = (places.gather(1, at) == last)[:, 0] & (last[:, 0] >= 0)
+            before = {n: _entry(v, at)[:, 0] for n, v in held.items()}
+            listed, new = self.choose(x, form, before, known)
+        found = [listed, *(new[name] for name in memory.beside)]
+        if held:
+            # entry i is of the token of the call whose position is i modulo RING, if there is one
+            token = torch.arange(RING, device=at.device) - positions[:, :1]
+            token = token.remainder(RING)  # [B,RING]
+            index = token.clamp(max=positions.shape[1] - 1)
+            place = positions.gather(1, index)
+            here = (token < positions.shape[1]) & (place >= 0)
+            for name, old in held.items():
+                there = here.reshape(*here.shape, *[1] * (old.dim() - 2))
+                found.append(torch.where(there, _entry(new[name], index), old))
+            found.append(torch.where(here, place, places))
+        return (*found, *(new[name].float()[:, None] for name in memory.lasting))
 
 
 def constant(layer: int, name: str) -> str:
@@ -201,20 +158,16 @@ def constant(layer: int, name: str) -> str:
     return f"choice.{layer}.{name}"
 
 
-def _with_whole(pages: Tensor, whole: Tensor, k_pos: Tensor, slots: Tensor) -> Tensor:
-    """Lists [B,G,T,C+K]: of tokens that read everything (bool [B,T]) all slots up to their own, of others pages
-    [B,G,T,K].
+def _with_whole(x: Named) -> Tensor:
+    """Lists [B,G,T,C+K]: of tokens that read everything (`whole`, bool [B,T]) all slots up to their own, of others
+    `pages` [B,G,T,K].
     """
+    pages, whole, slots = x["pages"], x["whole"], x["slots"]
     own = slots[:, None] + torch.arange(whole.shape[1], device=slots.device)
-    places = torch.arange(k_pos.shape[1], device=slots.device)
+    places = torch.arange(x["k_pos"].shape[1], device=slots.device)
     every = torch.where(whole[..., None] & (places <= own[..., None]), places, -1)
     every = every[:, None].expand(-1, pages.shape[1], -1, -1)
     return torch.cat((every, pages.masked_fill(whole[:, None, :, None], -1)), dim=3)
-
-
-def _as_chosen(pages: Tensor, whole: Tensor, k_pos: Tensor, slots: Tensor) -> Tensor:
-    """The lists as they are: no token reads everything."""
-    return pages.clone()
 
 
 def _entry(values: Tensor, at: Tensor) -> Tensor:
@@ -223,28 +176,23 @@ def _entry(values: Tensor, at: Tensor) -> Tensor:
     return values.gather(1, index.expand(*at.shape, *values.shape[2:]))
 
 
-def _everything(
-    groups: int,
-    sees_all: bool,
-    merges: int,
-    held: int,
-    lasting: int,
-    queries: Tensor,
-    q_pos: Tensor,
-    *rest: Tensor,
-) -> Any:
-    """No list of tokens [B,G,0,1], since everything is read; and no memory of the call, or of others."""
-    none = q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
-    first = [none, *([q_pos < -1] if sees_all else [])]  # whoever has no list needs none of all
-    if merges:
-        heads = queries[..., 0].transpose(1, 2).float()  # [B,H,T]
-        first.append(torch.zeros_like(heads)[..., None].expand(-1, -1, -1, merges).clone())
-        first.append(torch.full_like(heads, torch.finfo(torch.float32).min))
-    last = [torch.full_like(q_pos[:, None], -1, dtype=torch.float32) for _ in range(lasting)]
-    if not held:
-        return (*first, *last)
-    *values, places = rest[len(rest) - held :]
-    return (*first, *(torch.zeros_like(v) for v in values), torch.full_like(places, -1), *last)
+def _everything(memory: Memory, groups: int, width: int, x: Named) -> tuple[Tensor, ...]:
+    """No list of tokens, since everything is read; and no memory of the call, or of others."""
+    positions = x["positions"]
+    found = [no_list(groups, x)]
+    if memory.whole:
+        found.append(positions < -1)  # whoever has no list needs none of all
+    if memory.merged:
+        heads = x["queries"][..., 0].transpose(1, 2).float()  # [B,H,T]
+        found.append(torch.zeros_like(heads)[..., None].expand(-1, -1, -1, width).clone())
+        found.append(torch.full_like(heads, torch.finfo(torch.float32).min))
+    for _ in memory.lasting:
+        found.append(torch.full_like(positions[:, None], -1, dtype=torch.float32))
+    if memory.entries:
+        held = [torch.zeros_like(x[_OLD + n]) for n in memory.entries]
+        place = len(found) - len(memory.lasting)
+        found[place:place] = [*held, torch.full_like(x[_OLD + PLACES], -1)]
+    return tuple(found)
 
 
 def searches(queries: Tensor, before: Tensor, known: Tensor, least: float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor, fx
@@ -18,32 +18,32 @@ from accel.ir.ops.attention import Form, attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.units import best_tokens, units_seen
-from accel.ir.program import Editor, Program, State
+from accel.ir.program import Editor, Program
 from accel.ir.region import Entry, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part, name_of, output_of
 from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.ir.units import Units as Plan
-from accel.passes import Report
 from accel.passes.kv._shared.slots import written
+from accel.passes.kv.inputs import EntryInputs, parameters
 from accel.passes.kv.inputs import call as named_call
-from accel.passes.kv.inputs import parameters
-from accel.passes.kv.select import Sizes
-from accel.passes.kv.select._build import Build
+from accel.passes.kv.select import SPARSE
+from accel.passes.kv.select._build import Build, Named, Stored, traced
 from accel.passes.kv.select._tokens import Tokens, constant
-from accel.passes.state.recurrent import buffer
 
 ORIGIN = name_of(
     Part.UNITS, detail="origin"
 )  # [B]: segments of generated tokens are counted from there
-_UNITS, _TOKENS, _NEW = 29, 53, 19  # example sizes while shapes are worked out
+MEAN = "mean"  # of a unit's keys, or what stands for them
+_TOKENS, _NEW = 53, 19  # example sizes while shapes are worked out
 
 
 class _Grouped:
-    """A class with a `group` of whatever parameters, which is no field of a dataclass."""
+    """A class with a `group` and a `score` of whatever parameters, which are no fields of a dataclass."""
 
-    group: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    group: Callable[..., tuple[Tensor, Tensor]]
+    score: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Units(_Grouped, Tokens):
     """Sparse attention over tokens, chosen unit by unit. A method says how keys become units (`group`), and what a
     unit is worth to queries (`score`).
 
-    `group` gives the unit of each token [B,G,N], and the parts of units [B,G,U,…]. It names its inputs:
+    `group` gives the unit of each token [B,G,N], and the mean of each unit [B,G,U,D], or what stands for it. It names
+    its inputs:
 
     | parameter | |
     |---|---|
@@ -60,7 +61,7 @@ class Units(_Grouped, Tokens):
     | `units` bool [B,U] | which units a row may have, the first ones |
     | `generated` bool [B,1] | tokens behind the row's last prompt, not of one |
     | a constant of a method that is a `Tables` | of the layer |
-    | a `lasting` number [B,N] | of each token, as its choice said; -1: it read everything |
+    | a `lasting` number of the `memory` [B,N] | of each token, as its choice said; -1: it read everything |
     | `marks` [B,N] | which tokens the session says lie together: equal numbers, from 0 on |
 
     tokens_read: tokens that are read of units and sinks. size: tokens of a unit, on average. every: generated
@@ -72,8 +73,8 @@ class Units(_Grouped, Tokens):
     units from FEW - 1 tokens behind it on: then a call of up to FEW tokens gives the logits of single-token calls, and
     what a rewind forgets can be grouped again. Longer calls read everything.
 
-    State: `units.<layer>.label [B,G,C]`, the unit of each slot's token; `units.<layer>.<part> [B,G,C/size,…]`, what
-    is known of each unit; `units.origin [B]`. The step only reads them.
+    State: `units.<layer>.label [B,G,C]`, the unit of each slot's token; `units.<layer>.mean [B,G,C/size,D]`,
+    of each unit; `units.origin [B]`. The step only reads them.
     """
 
     size: int = option(80, least=1)
@@ -81,7 +82,7 @@ class Units(_Grouped, Tokens):
     sinks: int = option(16, least=0)
 
     relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
-    breaks = Tokens.breaks | {Invariant.PLAIN_KEYS}
+    breaks = SPARSE | {Invariant.PLAIN_KEYS}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,89 +97,65 @@ class Units(_Grouped, Tokens):
 
     @property
     def plan(self) -> Plan:
-        """When tokens are grouped."""
-        marks = "marks" in parameters(self.group)
-        return Plan(self.size, self.every, self.sinks, marks, self.end_tokens if marks else ())
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """Ids of the tokens with which what lies together ends; for a method whose `group` names `marks`."""
-        return ()
+        """When tokens are grouped, and whether by marks."""
+        return Plan(self.size, self.every, self.sinks, "marks" in parameters(self.group))
 
     @property
     def count(self) -> int:
-        """Tokens that a token reads at most."""
         return self.tokens_read + self.plan.tail
 
-    def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
-        """What is kept of a unit: name -> (dtype, sizes after [B,G,M])."""
-        return {"mean": ("float32", (width,))}
-
-    def summary(self, keys: Tensor) -> dict[str, Tensor]:
-        """Of a unit of consecutive tokens [B,G,N,page,D]: what `group` says of it."""
-        return {"mean": keys.float().mean(3)}
-
-    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        """queries [B,G,M,D], the parts [B,G,U,…] -> what each unit is worth to them [B,G,M,U]."""
-        return queries.float() @ parts["mean"].transpose(-1, -2)
+    def score(self, queries: Tensor, means: Tensor) -> Tensor:
+        """queries [B,G,M,D], the means [B,G,U,D] -> what each unit is worth to them [B,G,M,U]."""
+        return queries.float() @ means.transpose(-1, -2)
 
     def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
         """Scores of a group's heads [B,G,R,T,U] -> what units are worth to the group [B,G,T,U]: their mean."""
         return scores.mean(2)
 
-    def run(self, program: Program) -> Report:
+    def begun(self, program: Program) -> Self:
         if program.facts.kv is not None:
             raise PassError(
                 "kv.select groups tokens by the slots that they lie in, and kv.codec moves blocks of them to "
                 "others; leave one of the two out, or use a codec that encodes single tokens (kv-int8)"
             )
-        report = super().run(program)
-        if report.changed:
-            program.facts.units = self.plan
-            program.entries[GROUP.name] = self._entry(program)
-        return report
+        return self
+
+    def finish(self, program: Program) -> None:
+        program.facts.units = self.plan
+        program.entries[GROUP.name] = self._entry(program)
 
     def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
-        """The origin, a layer's labels and parts."""
-        program, letters, keys = build.program, build.letters, operands_of(node).k
-        editor = Editor(program, program.step.graph)
+        """The origin, a layer's labels and the means of its units."""
+        program, keys = build.program, operands_of(node).k
         layer, groups, width = node.meta["layer"], int(sizes(keys)[1]), int(sizes(keys)[3])
-        units = f"C/{self.size}"
+        units = build.every(self.size)
         if ORIGIN not in program.step.inputs:
-            letters["C"] = keys.meta["val"].shape[2]
-            if units not in letters:
-                letters[units] = editor.symbol(units, _UNITS)
-            origin = State(Part.UNITS, None, "int64", ("B",), self.sinks, detail="origin")
-            buffer(program, editor, origin, letters)
-        label = State(Part.UNITS, layer, "int64", ("B", groups, "C"), detail="label")
-        found = {
-            "origin": program.step.input(ORIGIN),
-            "label": buffer(program, editor, label, letters),
+            build.letters["C"] = keys.meta["val"].shape[2]
+            build.held(Part.UNITS, None, {"origin": ("int64", ("B",))}, self.sinks)
+        values: dict[str, Stored] = {
+            "label": ("int64", ("B", groups, "C")),
+            MEAN: ("float32", ("B", groups, units, width)),
         }
-        for part, (dtype, tail) in self.parts(width).items():
-            shape: tuple[int | str, ...] = ("B", groups, units, *tail)
-            state = State(Part.UNITS, layer, dtype, shape, detail=part)
-            found[part] = buffer(program, editor, state, letters)
-        return found
+        held = build.held(Part.UNITS, layer, values)
+        return {"origin": program.step.input(ORIGIN), **held}
 
     def search(
         self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, Named]:
         """See `choose`. The queries [B,T,H,D] that choose for each token, the slots [B,T] of the tokens that they are
-        of, and the memory of these tokens (with `whole`, where the method `sees_all`). By default each token's own,
-        and none.
+        of, and the memory of these tokens. By default each token's own, and none.
         """
-        return x["queries"], _own(x), {}
+        return x["queries"], own_slots(x), {}
 
     def choose(
         self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Named]:
         """The sinks, the newest tokens, and those of the best units that the token of the search had behind it."""
         label, k_pos = x["label"], x["k_pos"]
         (batch, tokens, heads, width), groups = x["queries"].shape, label.shape[1]
         queries, at, new = self.search(x, before, known)
         rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
-        known_of = {"queries": rows, "parts": {n: x[n] for n in self.parts(width)}, "form": mask}
+        known_of = {"queries": rows, "means": x[MEAN], "form": mask}
         scores = named_call(self.score, known_of)
         places = torch.arange(k_pos.shape[1], device=at.device)
         seen = mask.visible(x["positions"][..., None], k_pos[:, None])  # [B,T,C]
@@ -187,7 +164,7 @@ class Units(_Grouped, Tokens):
         some = units_seen(label, seen, scores.shape[3])
         worth = self.vote(scores.unflatten(2, (heads // groups, tokens)), some[:, :, None])
         chosen = best_tokens(worth, label, seen, self.tokens_read - self.sinks)
-        own = _own(x)
+        own = own_slots(x)
         first = torch.arange(self.sinks, device=at.device).expand(batch, tokens, -1)
         end = self.grouped(own, x["origin"])[..., None]
         tail = end + torch.arange(self.plan.tail, device=at.device)
@@ -206,108 +183,67 @@ class Units(_Grouped, Tokens):
         [B] whose tokens are grouped, the number of the `first` unit [B] and how many `units` [B] a row gets, its
         `origin` [B] from now on; `ranks` 0..N-1 and `numbers` 0..U-1, as many as any row has tokens and units.
         """
-        graph, step = fx.Graph(), program.step
-        source = Editor(program, step.graph)
-
-        def holder(name: str, value: Any) -> fx.Node:
-            node = graph.placeholder(name)
-            node.meta["val"] = value
-            return node
-
-        def whole(size: Any) -> Tensor:
-            with source.fake:
-                return torch.empty((size,), dtype=torch.int64)
-
-        batch = step.input("tokens").meta["val"].shape[0]
-        given = [holder(n, whole(batch)) for n in ("start", "stop", "first", "units", "origin")]
-        given.append(holder("ranks", whole(source.symbol("N", _TOKENS))))
-        given.append(holder("numbers", whole(source.symbol("U", _NEW))))
+        graph = fx.Graph()
+        inputs = EntryInputs(program, graph, Editor(program, program.step.graph))
+        batch, ranks = inputs.batch, inputs.source.symbol("N", _TOKENS)
+        asked = {n: inputs.new(n, batch) for n in ("start", "stop", "first", "units", "origin")}
+        asked["ranks"] = inputs.new("ranks", ranks)
+        asked["numbers"] = inputs.new("numbers", inputs.source.symbol("U", _NEW))
         if self.plan.marks:
-            with source.fake:
-                marks = torch.empty((batch, given[5].meta["val"].shape[0]), dtype=torch.int64)
-            given.append(holder("marks", marks))
-        held = {ORIGIN: holder(ORIGIN, step.input(ORIGIN).meta["val"])}
+            asked["marks"] = inputs.new("marks", batch, ranks)
+        origin = inputs.held(ORIGIN)
         sites = [
-            n for n in step.graph.find_nodes(op="call_function", target=attention.default)
+            n for n in program.step.graph.find_nodes(op="call_function", target=attention.default)
             if n.kwargs.get("pages") is not None
         ]  # fmt: skip
-        stored: dict[fx.Node, list[fx.Node]] = {}
+        given: dict[fx.Node, dict[str, fx.Node]] = {}
         for node in sites:
-            stored[node] = _between(operands_of(node).k)
-            caches = [str(n.target) for n in stored[node] if n.op == "placeholder"]
-            own = [
-                s.name
-                for s in program.state
-                if s.part is Part.UNITS and s.layer == node.meta["layer"]
-            ]
-            layer = node.meta["layer"]
-            own += [name_of(Part.PAGES, layer, detail=name) for name in self.lasting]
-            for name in (*caches, *own):
-                if name not in held:
-                    held[name] = holder(name, step.input(name).meta["val"])
-        editor, outputs = Editor(program, graph), {}
-        after = trace(editor, ORIGIN, _moved, held[ORIGIN], given[1], given[4], key="origin")
-        outputs[output_of(ORIGIN)] = after
+            x, layer = operands_of(node), node.meta["layer"]
+            caches = [str(n.target) for n in _between(x.k) if n.op == "placeholder"]
+            names = {n: name_of(Part.UNITS, layer, detail=n) for n in ("label", MEAN)}
+            names |= {n: name_of(Part.PAGES, layer, detail=n) for n in self._lasting(node)}
+            held = {n: inputs.held(n) for n in (*caches, *names.values())}
+            given[node] = {n: held[name] for n, name in names.items()}
+        editor = Editor(program, graph)
+        moved = trace(editor, ORIGIN, _moved, origin, asked["stop"], asked["origin"], key="origin")
+        outputs = {output_of(ORIGIN): moved}
         for node in sites:
-            layer = node.meta["layer"]
-            keys = _copied(graph, stored[node], held)
-            declared = list(self.parts(int(sizes(keys)[3])))
-            own = [name_of(Part.UNITS, layer, detail=part) for part in ("label", *declared)]
-            table: list[str] = []
+            layer, lasting = node.meta["layer"], self._lasting(node)
+            keys = _copied(graph, _between(operands_of(node).k), inputs.placeholders)
+            known = {"keys": keys, **asked}
             if isinstance(self, Tables):
-                table = list(self.sizes(int(sizes(keys)[3]), int(sizes(keys)[1])))
-            numbers = [editor.param(constant(layer, name)) for name in table]
-            numbers += [held[name_of(Part.PAGES, layer, detail=name)] for name in self.lasting]
-            found = trace(
-                editor, f"units.{layer}", partial(self._grouped, declared, table), keys, *given,
-                *numbers, *(held[name] for name in own), key=("group", self),
-            )  # fmt: skip
-            outputs |= {output_of(n): new for n, new in zip(own, found, strict=True)}
+                table = self.sizes(int(sizes(keys)[3]), int(sizes(keys)[1]))
+                known |= {n: editor.param(constant(layer, n)) for n in table}
+            known |= {n: given[node][n] for n in (*lasting, "label", MEAN)}
+            new = traced(
+                editor, f"units.{layer}", partial(self._grouped, lasting), known, ("group", self)
+            )
+            names = {n: output_of(name_of(Part.UNITS, layer, detail=n)) for n in new}
+            outputs |= {names[n]: one for n, one in new.items()}
         graph.output(tuple(outputs.values()))
         return Entry(graph, list(outputs))
 
-    def _grouped(
-        self,
-        names: list[str],
-        table: list[str],
-        keys: Tensor,
-        start: Tensor,
-        stop: Tensor,
-        first: Tensor,
-        units: Tensor,
-        origin: Tensor,
-        ranks: Tensor,
-        numbers: Tensor,
-        *rest: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Labels and parts as they are after the tokens in slots start..stop-1 [B] of keys [B,G,C,D] were grouped.
-        `rest`: the marks, where there are any, constants, lasting numbers, labels and parts as they were.
-        """
-        *marks, label = rest[: len(rest) - len(names)]
-        parts = rest[len(rest) - len(names) :]
-        first_constant = len(marks) - len(table) - len(self.lasting)
-        constants = dict(zip([*table, *self.lasting], marks[first_constant:], strict=True))
-        marks = marks[:first_constant]
-        start, stop, first, units = (x[:, None] for x in (start, stop, first, units))
-        groups, width = keys.shape[1], keys.shape[3]
+    def _lasting(self, node: fx.Node) -> tuple[str, ...]:
+        """The numbers that the choices of an attention leave for good."""
+        x = operands_of(node)
+        return self.memory(int(sizes(x.q)[1]), int(sizes(x.q)[3]), int(sizes(x.k)[1])).lasting
+
+    def _grouped(self, lasting: tuple[str, ...], x: Named) -> Named:
+        """Labels and means as they are after the tokens in slots start..stop-1 [B] of keys [B,G,C,D] were grouped."""
+        keys, ranks = x["keys"], x["ranks"]
+        start, stop, first, units = (x[n][:, None] for n in ("start", "stop", "first", "units"))
         slots = (start + ranks).clamp(min=0, max=keys.shape[2] - 1)  # [B,N]
-        taken = keys.gather(2, slots[:, None, :, None].expand(-1, groups, -1, width))
-        known = {"keys": taken.float(), "real": ranks < stop - start, "units": numbers < units}
-        for name in self.lasting:
-            constants[name] = constants[name][:, 0].gather(1, slots)
-        known |= {"generated": start >= origin[:, None], **constants}
-        known |= {"marks": marks[0]} if marks else {}
-        labels, found = named_call(self.group, known)
-
-        new = [written(label, labels + first[:, None], start, stop)]
-        new += [
-            written(old, found[n], first, first + units)
-            for n, old in zip(names, parts, strict=True)
-        ]
-        return tuple(new)
+        index = slots[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+        known = {**x, "keys": keys.gather(2, index).float()}
+        known |= {"real": ranks < stop - start, "units": x["numbers"] < units}
+        known |= {name: x[name][:, 0].gather(1, slots) for name in lasting}
+        known["generated"] = start >= x["origin"][:, None]
+        labels, means = named_call(self.group, known)
+        label = written(x["label"], labels + first[:, None], start, stop)
+        return {"label": label, MEAN: written(x[MEAN], means, first, first + units)}
 
 
-def _own(x: Mapping[str, Tensor]) -> Tensor:
+def own_slots(x: Mapping[str, Tensor]) -> Tensor:
     """The slots [B,T] of a call's tokens."""
     slots = x["slots"]
     return slots[:, None] + torch.arange(x["queries"].shape[1], device=slots.device)

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
-from accel.passes.kv.select import Sizes
-from accel.passes.kv.select._units import Units, _own, consecutive
+from accel.passes.kv.select._build import Build
+from accel.passes.kv.select._tokens import Memory
+from accel.passes.kv.select._units import Units, consecutive, own_slots
 from accel.passes.trained import Parts
 
 _STRIDE = 8  # every so many tokens of a text one is looked at, for the density of a layer
@@ -78,8 +79,12 @@ class Actqkv(Tables, Units):
         """`query_mean`, `query_variance` [H,D]; `density`: 0 to 1."""
         return {"query_mean": (-1, width), "query_variance": (-1, width), "density": (1,)}
 
+    def listed(self, build: Build, node: fx.Node) -> fx.Node:
+        method = self.in_layer(node.meta["layer"], build.layers, build.tables)
+        return super(Actqkv, method).listed(build, node)
+
     def in_layer(self, layer: int, layers: tuple[int, ...], tables: Parts) -> Self:
-        """See Tokens: with the tokens that this layer reads."""
+        """The method with the tokens that one of the `layers` that choose reads, by the constants of each."""
         shares = self.blocks([float(tables[i]["density"]) for i in layers])
         read = self.size * shares[layers.index(layer)]
         return replace(self, tokens_read=self.sinks + read, floor=0)
@@ -100,32 +105,30 @@ class Actqkv(Tables, Units):
 
     def group(
         self, keys: Tensor, real: Tensor, units: Tensor, query_mean: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         labels = consecutive(real, units)[:, None].expand(-1, keys.shape[1], -1)
-        return labels, {"mean": likeliest(keys, real, labels, units, query_mean, self.best)}
+        return labels, likeliest(keys, real, labels, units, query_mean, self.best)
 
-    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
+    def score(self, queries: Tensor, means: Tensor) -> Tensor:
         """The part of a head in the cosine with all heads, [B,G,M,U]; of queries whose norm over all heads is 1."""
-        vectors = parts["mean"]
-        norm = vectors.square().sum((1, 3)).sqrt().clamp(min=1e-12)  # [B,U]
-        products: Tensor = queries.float() @ vectors.transpose(-1, -2)
+        norm = means.square().sum((1, 3)).sqrt().clamp(min=1e-12)  # [B,U]
+        products: Tensor = queries.float() @ means.transpose(-1, -2)
         return products / norm[:, None, None]
 
     def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
         """Scores of a group's heads [B,G,R,T,U] -> what units are worth to all groups [B,G,T,U]."""
         return scores.sum((1, 2))[:, None].expand(-1, scores.shape[1], -1, -1)
 
-    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
+    def memory(self, heads: int, width: int, groups: int) -> Memory:
         """The weighted sum of the queries of a token's chunk so far, and the sum of the weights."""
-        if self.chunk == 1:
-            return {}
-        return {"sum": ("float32", (heads, width)), "weight": ("float32", ())}
+        entries = {"sum": ("float32", (heads, width)), "weight": ("float32", ())}
+        return Memory({} if self.chunk == 1 else entries)
 
     def search(
         self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """See Units: the probe query of each token, of norm 1."""
-        own, queries = _own(x), x["queries"].float()
+        own, queries = own_slots(x), x["queries"].float()
         if self.chunk == 1:
             return _unit(queries), own, {}
         weights = unusual(queries, x["query_mean"], x["query_variance"])

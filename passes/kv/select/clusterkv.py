@@ -26,6 +26,5 @@ class Clusterkv(Units):
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "rounds": 2, "dense_layers": 0,
     }  # fmt: skip
 
-    def group(self, keys: Tensor, real: Tensor, units: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        labels, means = k_means(keys, real, units, self.rounds)
-        return labels, {"mean": means}
+    def group(self, keys: Tensor, real: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+        return k_means(keys, real, units, self.rounds)

@@ -11,11 +11,12 @@ from torch import Tensor
 from accel.ir.axis import option
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
-from accel.passes.kv.select import Base, Sizes
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._pages import Pages
 
 
 @dataclass(frozen=True)
-class DoubleSparsity(Tables, Base):
+class DoubleSparsity(Tables, Pages):
     """The score of a token is q · k over `channels` channels of its KV head. Pages hold one token.
 
     `labels`: these channels are kept beside the cache ([B,G,C,channels], float32), so that choosing reads nothing else;

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from accel.ir.axis import option
 from accel.ir.errors import RecipeError
-from accel.ir.state import Home, Part
-from accel.passes.kv.select import PAGES
-from accel.passes.kv.select._where import Where
+from accel.passes.kv.select import MAPPED, PAGES
+from accel.passes.kv.select._build import Build
+from accel.passes.kv.select._pages import Where, stored
 from accel.passes.kv.select.quest import Quest
 
 
@@ -37,7 +37,7 @@ class Leoam(Quest):
     chunk: int = option(64, one_of=PAGES)
     spread: int = option(2, least=1, most=1024)
     lacks = "its packing and fetching of chunks on the disk"
-    homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
+    layout = MAPPED
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12,
         "page": 4,
@@ -53,10 +53,12 @@ class Leoam(Quest):
                 "whole pages"
             )
 
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Chunks, whose pages are chosen of, and pages."""
-        return (self.page,) if self.chunk == self.page else (self.page, self.chunk)
+    def stored(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
+        """The parts of pages, and of chunks, of which pages are chosen: `<part>.<chunk>`."""
+        pages = super().stored(build, node)
+        if self.chunk == self.page:
+            return pages
+        return pages | stored(replace(self, page=self.chunk), build, node, f".{self.chunk}")
 
     @property
     def taken(self) -> int:
@@ -68,8 +70,7 @@ class Leoam(Quest):
             return super().choice(x, where, heads)
         queries, parts = x["queries"], x["parts"]
         each = self.chunk // self.page
-        names = {part: self._called(part, self.chunk) for part in ("high", "low")}
-        bounds = self.score(queries, {part: parts[name] for part, name in names.items()})
+        bounds = self.score(queries, {n: parts[f"{n}.{self.chunk}"] for n in ("high", "low")})
         bounds = bounds.unflatten(2, (heads, where.tokens))
         worth = self.vote(bounds, where.seen(bounds.shape[4], self.chunk)[:, :, None])
         chunks = where.best(worth, self.taken, self.chunk)  # [B,G,T,K]

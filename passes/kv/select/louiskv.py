@@ -11,8 +11,8 @@ from torch import Tensor
 
 from accel.ir.axis import option
 from accel.ir.ops.attention import Form
-from accel.passes.kv.select import Sizes
-from accel.passes.kv.select._units import Units, _own, k_means, marked, means_of
+from accel.passes.kv.select._tokens import Memory
+from accel.passes.kv.select._units import Units, k_means, marked, means_of, own_slots
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,24 @@ class Louiskv(Units):
     boundary: float = option(0.7, least=-2, most=2)
     rounds: int = option(10, least=0, most=100)
 
-    lasting: ClassVar[tuple[str, ...]] = ("begins",)  # whether a token searched
-
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "rounds": 2, "dense_layers": 0,
     }  # fmt: skip
 
-    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
-        """A token's own query, and that of the last search."""
-        if self.boundary > 1:
-            return {}
-        return {"last": ("float32", (heads, width)), "query": ("float32", (heads, width))}
+    def memory(self, heads: int, width: int, groups: int) -> Memory:
+        """A token's own query, and that of the last search; and whether a token searched."""
+        query = ("float32", (heads, width))
+        entries = {} if self.boundary > 1 else {"last": query, "query": query}
+        return Memory(entries, lasting=("begins",))
 
     def group(
         self, keys: Tensor, real: Tensor, units: Tensor, generated: Tensor, begins: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         clusters, means = k_means(keys, real, units, self.rounds)
         own = marked(self.segments(begins), real, units)
         labels = torch.where(generated[:, None], own[:, None], clusters)
         runs = means_of(keys, real, labels, units)
-        return labels, {"mean": torch.where(generated[..., None, None], runs, means)}
+        return labels, torch.where(generated[..., None, None], runs, means)
 
     def segments(self, begins: Tensor) -> Tensor:
         """Numbers from 0 on of the segments of tokens in a row [B,N], of which `begins` [B,N] says where one begins
@@ -68,8 +66,8 @@ class Louiskv(Units):
         found = ((begins > 0) | runs).long().cumsum(1)
         return found - found[:, :1]
 
-    def score(self, queries: Tensor, parts: dict[str, Tensor], form: Form) -> Tensor:  # type: ignore[override]
-        return form.logits(super().score(queries, parts))
+    def score(self, queries: Tensor, means: Tensor, form: Form) -> Tensor:  # type: ignore[override]
+        return form.logits(super().score(queries, means))
 
     def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
         """Scores of a group's heads [B,G,R,T,U] -> the logarithm of the sum of their shares [B,G,T,U], which does not
@@ -84,7 +82,7 @@ class Louiskv(Units):
         self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         queries = x["queries"].float()
-        own = _own(x)
+        own = own_slots(x)
         if self.boundary > 1:
             return queries, own, {"begins": own >= 0}
         which = self.searched(queries, before["last"], known)

@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from accel.ir.ops.choice import page_bounds, page_range
-from accel.passes.kv.select import Base, Sizes
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._build import Named
+from accel.passes.kv.select._pages import Pages
 
 
 @dataclass(frozen=True)
-class Quest(Base):
+class Quest(Pages):
     """Attend to the pages with the highest bound on q · k: the sum over channels of max(q high, q low)."""
 
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 12, "page": 4, "dense_layers": 0}
@@ -25,13 +27,8 @@ class Quest(Base):
         return {"high": keys.amax(3), "low": keys.amin(3)}
 
     def update(
-        self,
-        held: dict[str, Tensor],
-        keys: Tensor,
-        q_pos: Tensor,
-        slots: Tensor,
-        **table: Tensor,
-    ) -> dict[str, Tensor]:
+        self, held: Named, keys: Tensor, q_pos: Tensor, slots: Tensor, **table: Tensor
+    ) -> Named:
         high, low = page_range(held["high"], held["low"], keys, q_pos, slots, self.page)
         return {"high": high, "low": low}
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel.ir.invariants import Invariant
 from accel.ir.selection import Selection
-from accel.passes.kv.select import SPARSE
+from accel.passes.kv.select import SPARSE, Layout
+from accel.passes.kv.select._pages import Where
 from accel.passes.kv.select.quest import Quest
 
 
@@ -28,12 +31,14 @@ class RetroAttention(Quest):
     provides = frozenset({Invariant.LATER_READS})
 
     @property
-    def selection(self) -> Selection:
-        """See Base."""
-        return Selection(1)
+    def layout(self) -> Layout:
+        return Layout(selection=Selection(1))
+
+    def choice(self, x: Mapping[str, Any], where: Where, heads: int) -> Tensor:
+        return self.joined(super().choice(x, where, heads), x["parts"]["high"].shape[2])
 
     def joined(self, chosen: Tensor, pages: int) -> Tensor:
-        """What each token chose, then what those behind it did."""
+        """What each token chose of so many pages [B,G,T,K], then what those behind it did."""
         tokens = chosen.shape[2]
         numbers = torch.arange(pages, device=chosen.device)
         listed = torch.where(chosen < 0, pages, chosen)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError, RecipeError, shown
-from accel.ir.program import Editor, Program
-from accel.ir.trace import trace
-from accel.passes import Report
-from accel.passes.kv.select import Sizes
-from accel.passes.kv.select._build import Build
-from accel.passes.kv.select._units import Units, _own, marked, means_of
+from accel.ir.program import Program
+from accel.ir.units import Units as Plan
+from accel.passes.kv.select import Layout
+from accel.passes.kv.select._build import Build, Named
+from accel.passes.kv.select._tokens import Memory
+from accel.passes.kv.select._units import Units, marked, means_of, own_slots
 
 _FEWEST = 2  # queries that choose; before, a token reads everything
 
@@ -42,8 +42,7 @@ class Sentencekv(Units):
     end_ids: Any = None
 
     lacks = "its first choice of a prompt's tokens"
-    sees_all: ClassVar[bool] = True
-    reads_spelling: ClassVar[bool] = True
+    layout = Layout(spelling=True)
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "dense_layers": 0, "end_ids": [11, 23, 30, 37, 44, 55],
     }  # fmt: skip
@@ -65,16 +64,16 @@ class Sentencekv(Units):
 
     def group(
         self, keys: Tensor, real: Tensor, units: Tensor, marks: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         labels = marked(marks, real, units)[:, None].expand(-1, keys.shape[1], -1)
-        return labels, {"mean": means_of(keys, real, labels, units)}
+        return labels, means_of(keys, real, labels, units)
 
     @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """See Units. Known where the program is."""
-        return self.end_ids or ()
+    def plan(self) -> Plan:
+        """See Units. The ids are known where the program is."""
+        return replace(super().plan, ends=self.end_ids or ())
 
-    def run(self, program: Program) -> Report:
+    def begun(self, program: Program) -> Self:
         method = self
         if self.end_ids is None:
             texts, marks = program.spelling or (), {*self.ends.split(" ")} - {""}
@@ -90,21 +89,20 @@ class Sentencekv(Units):
                 f"Sentencekv: end_ids has {self.end_ids[-1]}, and {program.facts.name} has {program.facts.vocab_size} "
                 "tokens; give smaller ids"
             )
-        return super(Sentencekv, method).run(program)
+        return super(Sentencekv, method).begun(program)
 
-    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
+    def memory(self, heads: int, width: int, groups: int) -> Memory:
         """The sum of the queries of a token's sentence so far, and how many they are; none where it ends one."""
-        return {"sum": ("float32", (heads, width)), "count": ("float32", ())}
+        entries = {"sum": ("float32", (heads, width)), "count": ("float32", ())}
+        return Memory(entries, whole=True)
 
     def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """See Units; and which tokens of the call end a sentence."""
-        found, program = super().operands(build, node), build.program
-        editor = Editor(program, program.step.graph)
+        found, editor = super().operands(build, node), build.editor
         with editor.graph.inserting_before(node):
-            ids = editor.param("units.ends", torch.tensor(self.end_tokens or (-2,)))
-            tokens = program.step.input("tokens")
-            found["ends"] = trace(editor, "units.ends", _ends, tokens, ids, like=node, key="ends")
-        return found
+            ids = editor.param("units.ends", torch.tensor(self.plan.ends or (-2,)))
+        asked = {"tokens": build.program.step.input("tokens"), "ids": ids}
+        return {**found, "ends": build.made(node, "units.ends", _ends, asked, "ends")}
 
     def search(
         self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
@@ -113,7 +111,11 @@ class Sentencekv(Units):
         total, count = self.held(x["queries"].float(), x["ends"], before, known)
         mean = total / count.clamp(min=1)[..., None, None]
         new = {"sum": total, "count": count, "whole": count < _FEWEST}
-        return torch.where((count > 0)[..., None, None], mean, x["queries"].float()), _own(x), new
+        return (
+            torch.where((count > 0)[..., None, None], mean, x["queries"].float()),
+            own_slots(x),
+            new,
+        )
 
     def held(
         self, queries: Tensor, ends: Tensor, before: Mapping[str, Tensor], known: Tensor
@@ -134,6 +136,6 @@ class Sentencekv(Units):
         return total, weight.sum(2) + first * many[:, None]
 
 
-def _ends(tokens: Tensor, ids: Tensor) -> Tensor:
+def _ends(x: Named) -> Tensor:
     """Which tokens [B,T] have one of these ids [M]: bool [B,T]."""
-    return (tokens[..., None] == ids).any(-1)
+    return (x["tokens"][..., None] == x["ids"]).any(-1)

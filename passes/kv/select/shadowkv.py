@@ -15,7 +15,7 @@ from accel.ir.axis import option
 from accel.ir.ops.attention import Form
 from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._low_rank import LowRank
-from accel.passes.kv.select._where import Where
+from accel.passes.kv.select._pages import Where
 
 _LOCAL, _OUTLIER = 2.0, 1.0  # what such a chunk is worth: more than any logarithm of a share
 

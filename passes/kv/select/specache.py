@@ -19,17 +19,15 @@ from accel.ir.ops.choice import best_pages
 from accel.ir.ops.groups import block_sizes, group_dequantize, midpoint_quantize
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.pages import fetch_pages, kv_pages, pages_written, read_pages
-from accel.ir.program import Editor, State
+from accel.ir.program import Program
 from accel.ir.region import sizes
-from accel.ir.state import Home, Part, output_of
-from accel.ir.trace import trace
-from accel.passes.kv.select import PAGES, Sizes
-from accel.passes.kv.select._build import Build
-from accel.passes.kv.select._tokens import Tokens
-from accel.passes.state.recurrent import buffer
+from accel.ir.state import Part
+from accel.passes.kv.select import MAPPED, PAGES, SPARSE, Sizes
+from accel.passes.kv.select._build import Build, Named
+from accel.passes.kv.select._sites import as_cached
+from accel.passes.kv.select._tokens import Memory, Tokens
 
 _ROLES = {"k": "rows", "v": "channels"}  # of one scale: tokens of a channel, channels of a token
-_BLOCKS = 13  # example size while shapes are worked out
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,9 @@ class Specache(Tokens):
     group: int = option(32, one_of=PAGES)
 
     lacks = "a guess of the next token that asks (the token before asks)"
-    merges: ClassVar[bool] = True
-    homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
-    as_cached: ClassVar[bool] = True
+    layout = MAPPED
     relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
-    breaks = Tokens.breaks | {Invariant.PLAIN_KEYS}
+    breaks = SPARSE | {Invariant.PLAIN_KEYS}
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 6, "group": 4, "dense_layers": 0}
 
     @property
@@ -68,9 +64,13 @@ class Specache(Tokens):
         """Its own block, and the rows."""
         return self.group + self.tokens_read
 
-    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
+    def memory(self, heads: int, width: int, groups: int) -> Memory:
         """The rows that the next token reads."""
-        return {"rows": ("int64", (groups * self.tokens_read,))} if self.tokens_read else {}
+        rows = {"rows": ("int64", (groups * self.tokens_read,))} if self.tokens_read else {}
+        return Memory(rows, merged=True)
+
+    def refusal(self, program: Program, node: fx.Node, plain: bool) -> str:
+        return as_cached(node, plain)
 
     def copied(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
         """The copy of a block of keys ("k") or values ("v") of D = `width` numbers: name -> (dtype, sizes after
@@ -93,35 +93,27 @@ class Specache(Tokens):
 
     def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """The cache, and the copy as it is after the call."""
-        program, x = build.program, operands_of(node)
-        editor, layer = Editor(program, program.step.graph), node.meta["layer"]
-        letter = f"C/{self.group}"
-        if letter not in build.letters:
-            build.letters[letter] = editor.symbol(letter, _BLOCKS)
+        x, layer, every = operands_of(node), node.meta["layer"], build.every(self.group)
         found = {"keys": x.k, "values": x.v}
         for role, cache in (("k", x.k), ("v", x.v)):
             groups, width = int(sizes(cache)[1]), int(sizes(cache)[3])
-            states = [
-                State(Part.PAGES, layer, dtype, ("B", groups, letter, *tail), detail=name)
-                for name, (dtype, tail) in self.copied(role, width).items()
-            ]
-            held = [buffer(program, editor, state, build.letters) for state in states]
-            with editor.graph.inserting_before(node):
-                new = trace(
-                    editor, f"pages.{layer}", partial(self._updated, role), cache, x.q_pos,
-                    program.step.input("slots"), *held, like=node, key=("copy", self, role),
-                )  # fmt: skip
-            build.outputs |= {output_of(s.name): n for s, n in zip(states, new, strict=True)}
-            found |= {state.detail: n for state, n in zip(states, new, strict=True)}
+            copied = self.copied(role, width)
+            held = build.held(
+                Part.PAGES, layer,
+                {n: (dtype, ("B", groups, every, *tail)) for n, (dtype, tail) in copied.items()},
+            )  # fmt: skip
+            call = {"cache": cache, "q_pos": x.q_pos, "slots": build.program.step.input("slots")}
+            updated = partial(self._updated, role, list(copied))
+            new = build.made(node, f"pages.{layer}", updated, call | held, ("copy", self, role))
+            build.becomes(Part.PAGES, layer, new)
+            found |= new
         return found
 
-    def _updated(
-        self, role: str, cache: Tensor, q_pos: Tensor, slots: Tensor, *held: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _updated(self, role: str, names: list[str], x: Named) -> Named:
         """The copy after a call of positions [B,T] wrote keys or values from slots [B] on into [B,G,C,D]."""
-        first, count = pages_written(cache, q_pos, slots, self.group)
-        new = self.encoded(role, kv_pages(cache, first, count, self.group).float())
-        return tuple(kv_append(old, one, first) for old, one in zip(held, new, strict=True))
+        first, count = pages_written(x["cache"], x["q_pos"], x["slots"], self.group)
+        new = self.encoded(role, kv_pages(x["cache"], first, count, self.group).float())
+        return {n: kv_append(x[n], one, first) for n, one in zip(names, new, strict=True)}
 
     def choose(
         self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
@@ -150,7 +142,7 @@ class Specache(Tokens):
             later = (visible & (places < end[..., None]))[:, None]  # by the next token
             lowest = torch.finfo(logits.dtype).min / 2
             shares = logits.masked_fill(~later[:, :, None], lowest).log_softmax(-1)
-            worth = self.vote(shares, later[:, :, None])
+            worth = shares.amax(2)
             rows = self._rows(worth, later, x)  # [B,G,T,k]
             for cache in (x["keys"], x["values"]):  # while later layers run
                 rows = fetch_pages(rows, cache, 1)

@@ -12,11 +12,12 @@ from accel.ir.axis import option
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.choice import key_products
-from accel.passes.kv.select import Base
+from accel.passes.kv.select import Layout
+from accel.passes.kv.select._pages import Pages
 
 
 @dataclass(frozen=True)
-class TidalDecode(Base):
+class TidalDecode(Pages):
     """Layer `dense_layers` (the first that is not dense) and layer `again` attend to all tokens, and choose those with
     the highest logits, anew for each token. Each later layer reads the list of the last of them. An `again` beyond the
     last layer is none.
@@ -29,7 +30,7 @@ class TidalDecode(Base):
     page: int = option(1, one_of=(1,))
     again: int = option(9, least=1)
 
-    relies = Base.relies | {Invariant.ALL_LAYERS_RUN, Invariant.UNIFORM_SLOTS}
+    relies = Pages.relies | {Invariant.ALL_LAYERS_RUN, Invariant.UNIFORM_SLOTS}
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 7, "dense_layers": 0, "again": 9}
 
     def __post_init__(self) -> None:
@@ -40,13 +41,9 @@ class TidalDecode(Base):
                 f"{self.dense_layers} (dense_layers)"
             )
 
-    def chooser(self, layer: int) -> int:
-        return self.again if layer >= self.again else self.dense_layers
-
-    def reads_all(self, layer: int) -> str:
-        if layer in (self.dense_layers, self.again):
-            return f"layer {layer} chooses for those after it, and attends to everything"
-        return super().reads_all(layer)
+    @property
+    def layout(self) -> Layout:
+        return Layout(choosers=(self.dense_layers, self.again))
 
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
         products: Tensor = key_products(queries, keys)

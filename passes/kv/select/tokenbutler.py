@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from accel.ir.axis import option
+from accel.ir.errors import PassError
+from accel.ir.invariants import Invariant
+from accel.ir.ops.attention import operands_of
 from accel.ir.ops.kv import kv_append
+from accel.ir.region import sizes
+from accel.ir.state import Part
 from accel.ir.tables import Rows
-from accel.passes.kv.select import LEAST
-from accel.passes.kv.select._features import Append, Features
-from accel.passes.trained import ALL, Parts
+from accel.passes.kv._shared.tables import appended, attentions
+from accel.passes.kv.select import LEAST, SPARSE, Sizes
+from accel.passes.kv.select._build import Build, Named
+from accel.passes.kv.select._pages import Pages, listed
+from accel.passes.trained import ALL, Fitted, Parts, source
 
+Append = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_FEATURE, _TRUNK = "feature", "trunk"
 _FEATURES = 16  # of a head, where it is trained
 _BASE = 10000.0  # of rotations
 
 
 @dataclass(frozen=True)
-class TokenButler(Features):
+class TokenButler(Fitted, Pages):
     """Attend to the `tokens_read` tokens with the highest foretold logits, and to the first `sinks`.
 
     The predictor: the hidden state is projected to an eighth, goes through one causal self-attention of H heads with
@@ -35,14 +45,20 @@ class TokenButler(Features):
     heads: in the paper they are of query heads, and each has a list. The paper reads a share of the tokens, and
     only its first layer is dense.
 
-    A layer keeps 16 numbers a token and KV head. The predictor's attention is computed whole, T · C scores a head
-    in each call.
+    What the first layer computes (`trunk`) is shared by all: a layer's choice needs nothing of the layers between, and
+    none of its own keys. State: `pages.<layer>.feature [B,G,C/1,F]`, 16 numbers a token and KV head, and
+    `pages.<first>.trunk.<name> [B,N,C,W]` of what `kept` names. Both are written slot by slot, so rewinds are free. The
+    predictor's attention is computed whole, T · C scores a head in each call; beside eviction it reads the recent
+    tokens only.
     """
 
     tokens_read: int = 1024
+    page: int = field(default=1, init=False)  # features are of tokens
     sinks: int = option(4, least=0)
 
     key: ClassVar[str] = "tokenbutler"
+    breaks = SPARSE  # what is kept is not made of keys
+    relies = Pages.relies | {Invariant.ALL_LAYERS_RUN, Invariant.UNIFORM_SLOTS}
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 7, "dense_layers": 0, "sinks": 2}
 
     @property
@@ -61,6 +77,9 @@ class TokenButler(Features):
         return {"q": (-1, -1), "q_bias": (-1,), "k": (-1, -1), "k_bias": (-1,)}
 
     def kept(self, heads: int, shared: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """What the trunk keeps of a token: name -> (N, W), of N heads of W numbers; the first layer has so many query
+        `heads`.
+        """
         size = heads, shared["out"].shape[1] // heads
         return {"k": size, "v": size}
 
@@ -71,6 +90,11 @@ class TokenButler(Features):
         shared: Mapping[str, Tensor],
         append: Append = kv_append,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What all layers' features are made of [B,T,M], and what is kept [B,N,C,W] after the call.
+
+        x: hidden [B,T,E], positions [B,T] of the call and k_pos [B,C] in the slots, the call's first slots [B].
+        append: what puts new entries into their slots; in training its reference, through which gradients go.
+        """
         w, hidden, at = shared, x["hidden"], x["positions"]
         heads, width = held["k"].shape[1], held["k"].shape[3]
         small = F.linear(F.linear(hidden, w["down"]), w["qkv"])
@@ -95,6 +119,7 @@ class TokenButler(Features):
     def made(
         self, trunk: Tensor, positions: Tensor, groups: int, own: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
+        """A layer's features of the trunk [B,T,M]: queries [B,T,H,F], keys [B,G,T,F]. own: the tensors of `sizes`."""
         half = trunk.shape[2] // 2
         width = own["k"].shape[0] // groups
         queries = F.linear(trunk[..., :half], own["q"], own["q_bias"])
@@ -111,6 +136,86 @@ class TokenButler(Features):
         first = torch.arange(worth.shape[3], device=worth.device) < self.sinks
         forced: Tensor = worth.masked_fill(first, math.inf)
         return forced
+
+    # Its lists
+
+    def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
+        """Of features of F = `width` numbers."""
+        return {_FEATURE: ("float32", (width,))}
+
+    def summary(self, keys: Tensor) -> dict[str, Tensor]:
+        return {_FEATURE: keys.squeeze(3)}
+
+    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        return queries @ parts[_FEATURE].transpose(-1, -2)
+
+    def listed(self, build: Build, node: fx.Node) -> fx.Node:
+        x = operands_of(node)
+        layer, heads, groups = node.meta["layer"], int(sizes(x.q)[1]), int(sizes(x.k)[1])
+        if "trunk" not in build.shared:
+            build.shared["trunk"] = self._trunk(build)
+        own, step = build.trained[layer], build.program.step
+        with step.graph.inserting_before(node):
+            given = {n: build.editor.param(f"feature.{layer}.{n}", t) for n, t in own.items()}
+
+        def made(x: Named) -> tuple[Tensor, Tensor]:
+            return self.made(x["trunk"], x["positions"], groups, {n: x[n] for n in own})
+
+        asked = {"trunk": build.shared["trunk"], "positions": step.input("positions")}
+        queries, keys = build.made(
+            node, f"feature.{layer}", made, asked | given, ("features", self, groups)
+        )
+        if int(sizes(queries)[2]) != heads:
+            raise PassError(
+                f"{self.key}: layer {layer} has {heads} query heads, the trained part foretells "
+                f"{int(sizes(queries)[2])}; train it again for this model"
+            )
+        shape = ("B", groups, build.every(self.page), int(sizes(keys)[3]))
+        held = build.held(Part.PAGES, layer, {_FEATURE: ("float32", shape)})
+
+        def appended_(x: Named) -> Named:
+            new = self.summary(x["keys"][:, :, :, None])
+            return {_FEATURE: kv_append(x[_FEATURE], new[_FEATURE], x["slots"])}
+
+        written = {**held, "keys": keys, "slots": step.input("slots")}
+        stored = build.made(node, f"pages.{layer}", appended_, written, ("feature", self))
+        return listed(self, build, node, stored, queries)
+
+    def _trunk(self, build: Build) -> fx.Node:
+        """What all features are made of [B,T,M], in the first layer."""
+        program = build.program
+        nodes = attentions(program)
+        first = min(nodes)
+        read, shared = operands_of(nodes[first]), build.trained[ALL]
+        heads = int(sizes(read.q)[1])
+        kept = self.kept(heads, shared)
+        build.letters["C"] = read.k_pos.meta["val"].shape[1]
+        states = {
+            f"{_TRUNK}.{n}": ("float32", ("B", many, "C", w)) for n, (many, w) in kept.items()
+        }
+        held = build.held(Part.PAGES, first, states)
+        x = {
+            "hidden": source(appended(nodes[first])),
+            "positions": program.step.input("positions"),
+            "k_pos": read.k_pos,
+            "slots": program.step.input("slots"),
+        }
+        with program.step.graph.inserting_before(nodes[first]):
+            given = {n: build.editor.param(f"feature.{n}", t) for n, t in shared.items()}
+
+        def trunk(x: Named) -> tuple[Tensor, Named]:
+            old = {name: x[f"{_TRUNK}.{name}"] for name in kept}
+            hidden = {**x, "hidden": x["hidden"].float()}
+            made, after = self.trunk(hidden, old, {n: x[f"all.{n}"] for n in shared})
+            return made, {f"{_TRUNK}.{name}": after[name] for name in kept}
+
+        given = {f"all.{n}": node for n, node in given.items()}
+        made, after = build.made(
+            nodes[first], "feature", trunk, x | held | given, ("trunk", self, heads)
+        )
+        build.becomes(Part.PAGES, first, after)
+        found: fx.Node = made
+        return found
 
     # Training (api/compiler/train)
 

@@ -18,9 +18,8 @@ from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
 from accel.ir.program import Editor
 from accel.passes.kv._shared.shift import tables
-from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._build import Build
-from accel.passes.kv.select._tokens import Tokens, searches
+from accel.passes.kv.select._tokens import Memory, Tokens, searches
 
 _STEPS = 1024.0  # of a logit's unit: what is smaller is rounding
 
@@ -53,11 +52,10 @@ class Tokenselect(Tokens):
     def count(self) -> int:
         return self.sinks + self.tokens_read + self.window
 
-    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
+    def memory(self, heads: int, width: int, groups: int) -> Memory:
         """The query of the last search, and the position of its token."""
-        if self.reuse > 1:
-            return {}
-        return {"query": ("float32", (heads * width,)), "at": ("int64", ())}
+        entries = {"query": ("float32", (heads * width,)), "at": ("int64", ())}
+        return Memory({} if self.reuse > 1 else entries)
 
     def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """The keys, and the tables of their rotation, continued to negative positions."""

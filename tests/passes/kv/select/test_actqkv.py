@@ -11,6 +11,8 @@ from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
+from accel.passes.kv.select import Select
+from accel.passes.kv.select._tokens import Memory
 from accel.passes.kv.select.actqkv import Actqkv, likeliest, unusual
 
 from ....select_case import (
@@ -112,7 +114,7 @@ def test_one_token_s_probe_does_not_depend_on_the_table():
     found = method.search(x, {}, NONE)[0]
     other = {**x, "query_mean": x["query_mean"] + 9, "query_variance": x["query_variance"] * 7}
     assert torch.equal(found, method.search(other, {}, NONE)[0])
-    assert method.memory(H, D, G) == {}
+    assert method.memory(H, D, G) == Memory()
     torch.testing.assert_close(
         found, x["queries"] / x["queries"].flatten(2).norm(dim=2)[..., None, None]
     )
@@ -160,8 +162,8 @@ def test_heads_that_choose_alone_are_caught():
 
 def test_blocks_by_the_product_are_caught():
     class Broken(Actqkv):
-        def score(self, queries, parts):
-            return queries @ parts["mean"].transpose(-1, -2)
+        def score(self, queries, means):
+            return queries @ means.transpose(-1, -2)
 
     with pytest.raises(AssertionError):
         law_list(Broken(**Actqkv.small))
@@ -173,16 +175,14 @@ def test_a_block_is_the_mean_of_its_best_keys():
     real = torch.arange(11) < torch.tensor([11, 6])[:, None]
     units = torch.arange(3) < torch.tensor([3, 2])[:, None]
     method = built("actqkv")
-    labels, parts = method.group(keys, real, units, mean)
+    labels, means = method.group(keys, real, units, mean)
     for row, head in np.ndindex(B, G):
         asked = mean[head * 2 : head * 2 + 2].mean(0)
         for unit in range(int(units[row].sum())):
             mine = [i for i in range(11) if real[row, i] and labels[row, head, i] == unit]
             best = sorted(mine, key=lambda i: -float(keys[row, head, i] @ asked))[:2]
-            torch.testing.assert_close(
-                parts["mean"][row, head, unit], keys[row, head, best].mean(0)
-            )
-    assert not parts["mean"][1, :, 2].any(), "a unit without tokens"
+            torch.testing.assert_close(means[row, head, unit], keys[row, head, best].mean(0))
+    assert not means[1, :, 2].any(), "a unit without tokens"
     keys[0, 1, 5] = float("nan")
     found = likeliest(keys, real, labels, units, mean, 2)
     assert found.isnan().any(-1).sum() == 1, "its own unit, which attention shall see"
@@ -294,7 +294,7 @@ def test_a_model_without_a_table_is_refused(stateful):
         PassError,
         match=r"the bundled file was measured for another model; .*accel-compile train actqkv",
     ):
-        built("actqkv").run(stateful("llama"))
+        Select(built("actqkv")).run(stateful("llama"))
 
 
 @pytest.mark.parametrize(

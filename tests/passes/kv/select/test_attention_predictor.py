@@ -96,7 +96,7 @@ def case(seed=0, **options):
 
 def chosen(one, x, before):
     known = torch.ones(B, one.history, dtype=torch.bool)
-    return one.choose(x, Form("causal"), before, known)[0]
+    return one.choose(x, Form("causal"), before, known)
 
 
 def expected(one, before, row, group):
@@ -246,13 +246,23 @@ def test_with_every_token_looking_the_history_is_the_true_one(made, stateful):
 
 def test_a_history_that_forgets_the_prompt_is_caught(stateful):
     class Forgets(type(method())):
-        def _noted(self, mask, form, *values):
-            held, places = super()._noted(mask, form, *values)
+        def _noted(self, form, x):
+            held, places = super()._noted(form, x)
             return held * 0, places
 
     case = Selecting(stateful("llama"), Forgets(**vars(method(dense_layers=1))))
     with pytest.raises(AssertionError):
         law_history(case, case.tokens(1, 56), stateful("llama"))
+
+
+def test_a_model_with_sinks_reads_all_that_it_may(stateful):
+    """Sinks are one more value of the regions: where all tokens are read, logits are the model's."""
+    whole = Selecting(stateful("gpt_oss"))
+    case = Selecting(stateful("gpt_oss"), method(tokens_read=80))
+    tokens = whole.tokens(1, 36)
+    with case.session() as a, whole.session() as b:
+        close(a.prompt(tokens[:, :30]), b.prompt(tokens[:, :30]))
+        close(singles(a, tokens[:, 30:]), singles(b, tokens[:, 30:]))
 
 
 # The trained part

@@ -73,18 +73,17 @@ def test_equal_keys_and_keys_that_are_no_numbers():
 def test_consecutive_clusters_are_pages_by_their_mean_key():
     page, count = 4, 3
     cluster = built("clusterkv", size=page, every=page, sinks=0, tokens_read=page * count)
-    paged = built("clusterkv", size=page)
     r = torch.Generator().manual_seed(0)
     keys, queries = torch.randn(1, 2, 64, 6, generator=r), torch.randn(1, 1, 4, 6, generator=r)
     at, where = torch.tensor([[40]]), torch.arange(64)[None]
-    parts = paged.summary(keys.unflatten(2, (-1, page)))
+    means = keys.unflatten(2, (-1, page)).mean(3)
     label = (torch.arange(64) // page).expand(1, 2, -1)
     origin = torch.tensor([40])
     x = {"queries": queries, "positions": at, "k_pos": where, "slots": at[0]}
-    x |= {"origin": origin, "label": label, **parts}
+    x |= {"origin": origin, "label": label, "mean": means}
     listed, _ = cluster.choose(x, Form("causal"), {}, at[0] < 0)
     chosen = listed[0, :, 0, -page * count :]
-    worth = (queries[0, 0].view(2, 2, 6) @ parts["mean"][0].transpose(-1, -2)).mean(1)[:, :10]
+    worth = (queries[0, 0].view(2, 2, 6) @ means[0].transpose(-1, -2)).mean(1)[:, :10]
     for head in range(2):
         best = worth[head].topk(count).indices.tolist()
         assert chosen[head].tolist() == [page * p + i for p in best for i in range(page)]

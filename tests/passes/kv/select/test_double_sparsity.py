@@ -11,6 +11,8 @@ from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.recipe import Recipe
 from accel.ir.tables import Observed, Rows
+from accel.passes.kv.select import Select
+from accel.passes.kv.select import _pages as pages
 from accel.passes.kv.select.double_sparsity import DoubleSparsity
 
 from ....select_case import (
@@ -87,8 +89,9 @@ def test_all_channels_are_exact_top_k(labels):
         queries = q.flatten(1, 2).transpose(1, 2)
         slots = torch.full((B,), S - 1)
         where = torch.arange(S).expand(B, -1)
-        given = (queries, slots[:, None], where, slots, *parts.values(), k.flatten(2, 3), order)
-        return one._choose(list(parts), ["keys", "order"], Form("causal"), *given)[:, :, 0]
+        x = {"queries": queries, "positions": slots[:, None], "k_pos": where, "slots": slots}
+        x |= {**parts, "keys": k.flatten(2, 3), "order": order}
+        return pages.chosen(one, Form("causal"), G, list(parts), x)[:, :, 0]
 
     logits = (q[:, :, :, 0] @ k.squeeze(3).transpose(-1, -2)).amax(2)[..., : S - 1]
     want = logits.topk(6).indices.sort().values
@@ -173,9 +176,9 @@ def test_options_that_make_no_sense(options, why):
 
 def test_a_table_of_another_model_is_refused(stateful):
     with pytest.raises(PassError, match="the bundled file was measured for another model"):
-        method().run(stateful("llama"))
+        Select(method()).run(stateful("llama"))
 
 
 def test_no_table_is_asked_for_where_no_layer_chooses(stateful):
-    report = method(dense_layers=9).run(stateful("llama"))
+    report = Select(method(dense_layers=9)).run(stateful("llama"))
     assert not report.changed and all("dense_layers is 9" in line for line in report.refused)

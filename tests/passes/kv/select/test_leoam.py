@@ -8,7 +8,7 @@ import accel
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.state import Home
-from accel.passes.kv.select._where import Where
+from accel.passes.kv.select._pages import Where
 
 from ....select_case import built, law_every_target, llama
 
@@ -24,9 +24,9 @@ def case(method, seed=0, scale=None):
         keys *= scale
     queries = torch.randn(B, G, R * T, D, generator=r)
     parts = {}
-    for slots in method.levels:
+    for slots, suffix in ((method.chunk, f".{method.chunk}"), (method.page, "")):
         found = method.summary(keys.unflatten(2, (-1, slots)))
-        parts |= {method._called(n, slots): x for n, x in found.items()}
+        parts |= {f"{n}{suffix}": x for n, x in found.items()}
     q_pos = SLOTS[:, None] + torch.arange(T)
     held = torch.arange(C).expand(B, -1)
     k_pos = torch.where(held < SLOTS[:, None] + T, held, -1)
@@ -41,7 +41,7 @@ def law_bounds(method, seed):
     """A chunk's bound is above that of its pages, and that above the products with their keys."""
     x, _, keys = case(method, seed)
     each = method.chunk // method.page
-    names = {n: method._called(n, method.chunk) for n in ("high", "low")}
+    names = {n: f"{n}.{method.chunk}" for n in ("high", "low")}
     fine = method.score(x["queries"], x["parts"])
     coarse = method.score(x["queries"], {n: x["parts"][name] for n, name in names.items()})
     products = (x["queries"] @ keys.mT).unflatten(3, (-1, method.page)).amax(4)

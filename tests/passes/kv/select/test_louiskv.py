@@ -169,12 +169,12 @@ def test_generated_tokens_are_cut_at_boundaries():
         [0] * 8,
     ]
     found = built("louiskv").group(keys, real, units, generated, torch.tensor(begins).float())
-    labels, parts = found
+    labels, means = found
     want = [[0] * 6 + [1] * 2, [0] * 8, [0] * 4 + [1] * 4, [0] * 3 + [1] * 5]
     for row, label in enumerate(want):
         assert labels[row].tolist() == [label] * G
         first = torch.tensor(label) == 0
-        torch.testing.assert_close(parts["mean"][row, :, 0], keys[row, :, first].mean(1))
+        torch.testing.assert_close(means[row, :, 0], keys[row, :, first].mean(1))
     assert labels[4].tolist() not in [[label] * G for label in want], "a prompt has clusters"
     half = torch.tensor([[1, 0, -1, -1, -1, -1, -1, 0.0]])
     assert built("louiskv").segments(half).tolist() == [[0, 0, 1, 1, 2, 2, 2, 2]]

@@ -13,6 +13,8 @@ from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Form, attention
 from accel.ir.ops.choice import page_bounds
 from accel.ir.recipe import Recipe
+from accel.passes.kv.select import Select
+from accel.passes.kv.select._pages import chosen
 from accel.passes.kv.select.quest import Quest
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
@@ -45,9 +47,8 @@ def test_pages_of_one_slot_are_exact_top_k():
     positions, slots, held = torch.tensor([[29]]), torch.tensor([29]), torch.arange(30)[None]
     parts = quest.summary(x[:, :, :, None])
     queries = q.transpose(1, 2).reshape(1, 1, 6, 10)
-    found = quest._choose(
-        list(parts), [], Form("causal"), queries, positions, held, slots, *parts.values()
-    )
+    asked = {"queries": queries, "positions": positions, "k_pos": held, "slots": slots}
+    found = chosen(quest, Form("causal"), 2, list(parts), asked | parts)
     logits = (q[:, :, 0] @ x.transpose(-1, -2)).amax(2)[..., :29]
     want = logits.topk(6, dim=2).indices
     assert found[0, :, 0, 0].tolist() == [29, 29]
@@ -209,7 +210,7 @@ def test_equal_bits_are_refused():
     ],
 )
 def test_layers_that_stay_dense_are_named(stateful, name, options, why):
-    report = built("quest", **options).run(stateful(name))
+    report = Select(built("quest", **options)).run(stateful(name))
     assert not report.changed and all(why in line for line in report.refused)
 
 

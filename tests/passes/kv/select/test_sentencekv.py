@@ -8,6 +8,7 @@ import accel
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.ops.attention import Form
 from accel.passes.kv.score.snapkv import SnapKV
+from accel.passes.kv.select import Select
 from accel.passes.kv.select._units import marked
 from accel.passes.kv.select.sentencekv import Sentencekv
 from accel.runtime.session.state.units import UnitGroups
@@ -255,20 +256,22 @@ def test_ends_are_the_tokens_that_read_so(stateful):
     program = stateful("llama")
     program.spelling = ["a", ".", " .", "..", "\n\n", ".a", "", "!"]
     texts = {**Sentencekv.small, "end_ids": None, "ends": ". \n\n"}
-    assert Sentencekv(**texts).run(program).changed
+    assert Select(Sentencekv(**texts)).run(program).changed
     assert program.facts.units.ends == (1, 2, 4)
     program = stateful("llama")
-    assert Sentencekv(**texts).run(program).changed, "without a tokenizer units are marked, or runs"
+    assert Select(Sentencekv(**texts)).run(program).changed, (
+        "without a tokenizer units are marked, or runs"
+    )
     assert program.facts.units.ends == () and program.facts.units.marks
     program = stateful("llama")
     program.spelling = ["a", "b"]
     with pytest.raises(PassError, match="no token of .* reads as one of ends = '. "):
-        Sentencekv(**texts).run(program)
+        Select(Sentencekv(**texts)).run(program)
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(stateful):
     with pytest.raises(PassError, match="end_ids has 9999"):
-        built("sentencekv", end_ids=[9999]).run(stateful("llama"))
+        Select(built("sentencekv", end_ids=[9999])).run(stateful("llama"))
 
 
 @pytest.mark.parametrize(

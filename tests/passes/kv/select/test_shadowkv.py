@@ -15,7 +15,7 @@ from accel.ir.recipe import Recipe
 from accel.ir.state import Home
 from accel.passes.kv._shared.rotation import rotated, rotation_of
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select._where import Where
+from accel.passes.kv.select._pages import Where
 from accel.passes.kv.select.shadowkv import Shadowkv
 
 from ....select_case import Selecting, built, close, law_every_target, llama, singles
@@ -115,10 +115,11 @@ def law_split(method, seed):
     keys, queries = case(seed)
     parts, places = placed(method, keys)
     asked = queries.flatten(0, 1)[None, None]  # [1,1,H,D]
-    given = asked, *places, torch.tensor([CODED]), *parts.values()
+    names = "queries", "positions", "k_pos", "slots", "coded"
+    x = dict(zip(names, (asked, *places, torch.tensor([CODED])), strict=True)) | parts
     exact, rebuilt = (
-        x[0, :, 0].tolist()
-        for x in method._split(list(parts), Form("causal", scale=D**-0.5), *given)
+        pages[0, :, 0].tolist()
+        for pages in method._split(Form("causal", scale=D**-0.5), G, list(parts), x)
     )
     for head, (local, outliers, best) in enumerate(by_paper(method, keys, queries)):
         low = [n for n in rebuilt[head] if n >= 0]
@@ -196,8 +197,8 @@ def test_all_directions_of_all_chunks_are_the_model(stateful, whole):
         law_exact(case, whole, forgets)
 
     class Broken(Shadowkv):
-        def _rebuilt(self, mask, interleaved, queries, q_pos, k_pos, *rest):
-            return super()._rebuilt(mask, interleaved, queries, q_pos, k_pos - 1, *rest)
+        def _rebuilt(self, form, interleaved, x):
+            return super()._rebuilt(form, interleaved, x | {"k_pos": x["k_pos"] - 1})
 
     with pytest.raises(AssertionError):
         law_exact(

@@ -12,7 +12,7 @@ from accel.ir.ops.attention import attention, operands_of
 from accel.ir.program import compute
 from accel.ir.recipe import Recipe
 from accel.ir.region import Region
-from accel.passes.kv.select import Base
+from accel.passes.kv.select import Layout, Select
 from accel.passes.kv.select.tidaldecode import TidalDecode
 from accel.passes.recognise import cuts
 from accel.passes.recognise.cuts import layer_groups
@@ -70,7 +70,7 @@ def chosen_by(program):
 )
 def test_layers_read_the_list_of_the_last_layer_that_chose(captured, options, want):
     program = captured.copy()
-    report = method(**options).run(program)
+    report = Select(method(**options)).run(program)
     assert list(chosen_by(program).values()) == want
     assert report.changed == sum(w is not None for w in want)
     assert len(report.refused) == want.count(None)
@@ -96,11 +96,7 @@ def test_lists_of_each_layers_own_are_exact_top_k(captured):
     """Choosing in every layer, and reading what is chosen, is attention over each group's best logits."""
 
     class Every(TidalDecode):
-        def chooser(self, layer):
-            return layer
-
-        def reads_all(self, layer):
-            return Base.reads_all(self, layer)
+        layout = Layout()
 
     case = Selecting(captured.copy(), Every(tokens_read=7, dense_layers=1, again=3))
     tokens = case.tokens(1, 45)
@@ -133,7 +129,7 @@ def test_layers_with_other_masks_or_heads_do_not_read_the_list(captured):
     for node in program.nodes(attention.default, entry=program.step):
         if node.meta["layer"] == 4:
             node.args = (*node.args[:8], "window", 5, *node.args[10:])
-    report = method().run(program)
+    report = Select(method()).run(program)
     assert list(chosen_by(program).values()) == [None, None, 1, None, None, 3]
     assert any("sees other tokens than layer 3" in line for line in report.refused)
 
@@ -147,7 +143,7 @@ def test_a_layer_that_cannot_choose_leaves_its_readers_dense(captured):
                 node.args[3],
                 *node.args[6:],
             )  # a bias, of whatever numbers
-    report = method().run(program)
+    report = Select(method()).run(program)
     assert list(chosen_by(program).values()) == [None, None, None, None, 3, 3]
     assert any("layer 1, whose list it would read, chooses none" in x for x in report.refused)
 
@@ -181,7 +177,7 @@ def test_a_list_goes_from_one_layers_region_to_others():
 
 def test_a_list_is_no_way_around_the_residual_stream(captured, monkeypatch):
     program = captured.copy()
-    method().run(program)
+    Select(method()).run(program)
     assert len(layer_groups(program)) == DEEP
     found = len(cuts.cut_points(program))
     monkeypatch.setattr(cuts, "borrowed", lambda graph: set())

@@ -20,6 +20,8 @@ from accel.ir.ops.attention import Form, attention, operands_of
 from accel.ir.program import ancestors
 from accel.ir.recipe import Recipe
 from accel.passes.kv._shared.tables import appended, attentions
+from accel.passes.kv.select import Select
+from accel.passes.kv.select import _pages as pages
 from accel.passes.kv.select.tokenbutler import TokenButler, turned
 from accel.passes.trained import ALL, source, write
 
@@ -146,8 +148,9 @@ def chosen(method, queries, keys):
     """Slots that the newest of keys [B,G,S,F] chooses."""
     slots = torch.full((B,), keys.shape[2] - 1)
     where = torch.arange(keys.shape[2]).expand(B, -1)
-    given = queries.transpose(1, 2), slots[:, None], where, slots, keys
-    return method._choose(["feature"], [], Form("causal"), *given)[:, :, 0]
+    x = {"queries": queries.transpose(1, 2), "positions": slots[:, None], "k_pos": where}
+    x |= {"slots": slots, "feature": keys}
+    return pages.chosen(method, Form("causal"), keys.shape[1], ["feature"], x)[:, :, 0]
 
 
 def law_oracle(method, sinks):
@@ -168,7 +171,7 @@ def test_true_logits_choose_as_an_oracle_and_the_first_are_always_read(sinks):
 
 def test_first_tokens_that_compete_are_caught():
     class Competing(TokenButler):
-        vote = TokenButler.__mro__[1].vote
+        vote = pages.Pages.vote
 
     with pytest.raises(AssertionError):
         law_oracle(Competing(tokens_read=7, sinks=4), 4)
@@ -328,7 +331,7 @@ def test_options_that_make_no_sense(options, why):
 
 def test_a_part_of_another_model_is_refused(stateful):
     with pytest.raises(PassError, match="the bundled file was trained for another model"):
-        built("tokenbutler").run(stateful("llama"))
+        Select(built("tokenbutler")).run(stateful("llama"))
 
 
 def test_a_part_for_other_query_heads_is_refused(program, tmp_path):
@@ -340,7 +343,7 @@ def test_a_part_for_other_query_heads_is_refused(program, tmp_path):
     write(method, tmp_path / "other.safetensors", parts, fit.names, {})
     other = TokenButler(trained=str(tmp_path / "other.safetensors"), dense_layers=1)
     with pytest.raises(PassError, match="layer 1 has 4 query heads, the trained part foretells 2"):
-        other.run(program.copy())
+        Select(other).run(program.copy())
 
 
 @pytest.mark.parametrize("use", ["tokenbutler", "attention-predictor"])
