@@ -95,9 +95,10 @@ class Selecting:
                 self._run()
 
     def _run(self) -> None:
-        report = self.method.run(self.program)
+        (step,) = self.method.steps()
+        report = step.run(self.program)
         assert report.changed, report.refused
-        verify(self.program, type(self.method).__name__)
+        verify(self.program, step.name)
 
     def session(self, batch: int = 1, wrap: Any = None) -> Session:
         return session_of(self.program, batch, wrap=wrap)

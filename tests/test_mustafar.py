@@ -6,6 +6,7 @@ import torch
 
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
+from accel.passes.kv.codec import At
 
 from .prefill_case import TOKENS, built
 
@@ -20,7 +21,8 @@ def numbers(width=50, seed=0):
 
 def read(x, **options):
     method = AXIS.build("mustafar", **options)
-    return method.decode("k", method.encode("k", x), x.shape[-1]).unflatten(2, (-1, 32))
+    at = At("k", x.shape[-1])
+    return method.decode(at, method.encode(at, x)).unflatten(2, (-1, 32))
 
 
 @pytest.mark.parametrize(("sparsity", "stay"), [(0.7, 15), (0.5, 25), (0.99, 1)])
