@@ -96,7 +96,7 @@ def _of_gguf(path: Path) -> Loaded:
     stored, notes = given.weights()
     config = AutoConfig.for_model(**given.config)
     loaded = _streamed(path, config, stored, given.file.pages, notes, every=True)
-    given.architecture.adapt(loaded.model)
+    given.adapt(loaded.model)
     return loaded
 
 

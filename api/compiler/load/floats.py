@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accel.compiler.load.config import auto_class
-from accel.compiler.load.gguf import Base, GgufModel, open_gguf
+from accel.compiler.load.gguf import FACTORS, open_gguf
 from accel.compiler.load.tokenizer import read_tokenizer, write_tokenizer
 from accel.ir.errors import CaptureError, InputError
 from accel.ir.weights import Stored
@@ -58,7 +58,10 @@ def _fill(file: Path, folder: Path, dtype: torch.dtype, watch: Watch) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     given = open_gguf(file)
-    _sayable(given)
+    if FACTORS in given.file.tensors:
+        raise CaptureError(
+            f"{file}: no config.json says what {FACTORS} holds; compile the GGUF file itself"
+        )
     config = AutoConfig.for_model(**given.config)
     with torch.device("meta"):
         config.architectures = [type(auto_class(given.config).from_config(config)).__name__]
@@ -72,16 +75,6 @@ def _fill(file: Path, folder: Path, dtype: torch.dtype, watch: Watch) -> None:
     weights, _ = given.weights()
     _write_weights(weights, folder, dtype, watch)
     given.file.pages.release()
-
-
-def _sayable(given: GgufModel) -> None:
-    """Raise CaptureError where the file changes a model in what no config.json says."""
-    own, tensors = given.architecture, given.file.tensors
-    apart = [name for name in own.read_apart if name in tensors]
-    if apart and type(own).adapt is not Base.adapt:
-        raise CaptureError(
-            f"{given.file.path}: no config.json says what {apart[0]} holds; compile the GGUF file itself"
-        )
 
 
 def _write_weights(
