@@ -51,6 +51,12 @@ def test_equal_numbers_leave_as_many():
     assert torch.equal((read(x, sparsity=0.5) != 0).sum(-1), torch.full((1, 1, 1, 32), 5))
 
 
+def test_of_equal_numbers_only_the_first_stay_beside_larger_ones():
+    x = torch.tensor([1.0, -1, 1, 1, -1, 1, 2, 3, -2, 2]).expand(1, 1, 1, 32, 10)
+    want = torch.tensor([1.0, 0, 0, 0, 0, 0, 2, 3, -2, 2]).expand_as(x)
+    assert torch.equal(read(x, sparsity=0.5), want)
+
+
 def logits(tokens, **codec):
     tables = {"kv.codec": {"use": "mustafar", "recent": 8, **codec}} if codec else {}
     with built("llama", tables=tables).session() as session:
