@@ -24,13 +24,23 @@ class Report:
     refused: list[str] = field(default_factory=list)
 
 
+class Rewriting(ABC):
+    """A method that rewrites programs: a pass itself, or one that a pass of its axis serves (`steps`)."""
+
+    error: ClassVar[float] = 1e-4  # largest error that it may add to the logits (relative)
+    grade: ClassVar[str] = "lossless"  # how its tokens compare: see accel.compiler.assemble.GRADES
+
+    @abstractmethod
+    def steps(self) -> Sequence[Pass]:
+        """The passes of a recipe that names it."""
+
+
 @dataclass(frozen=True)
-class Pass(ABC):
+class Pass(Rewriting):
     """One rewrite of a program. The program is valid before and after, not necessarily in between."""
 
     after: ClassVar[tuple[type[Pass], ...]] = ()  # these must have run before
     must_change: ClassVar[bool] = False  # finding nothing is an error, not a shrug
-    error: ClassVar[float] = 1e-4  # largest error that it may add to the logits (relative)
     entry: ClassVar[str] = "step"  # the entry that it rewrites, which the numeric check runs
     flat: ClassVar[bool] = False  # it works on the state, and runs before layers become regions
     stage: ClassVar[int] = 0  # of a recipe's own passes those of a lower stage run first
@@ -39,12 +49,19 @@ class Pass(ABC):
     alone: ClassVar[bool] = (
         False  # checked right before and after it, as one that declares an error
     )
-    grade: ClassVar[str] = "lossless"  # how its tokens compare: see accel.compiler.assemble.GRADES
 
     @property
-    def of(self) -> object:
-        """The method of a recipe that it carries out, and is called after: by default itself."""
+    def method(self) -> Rewriting:
+        """The method that it serves: most passes are methods themselves."""
         return self
+
+    @property
+    def name(self) -> str:
+        """As reports and errors give it."""
+        return type(self.method).__name__
+
+    def steps(self) -> Sequence[Pass]:
+        return [self]
 
     @property
     def beside(self) -> str:
@@ -62,17 +79,6 @@ class Pass(ABC):
     @abstractmethod
     def run(self, program: Program) -> Report:
         """Rewrite the program in place."""
-
-
-class Inserted(ABC):
-    """A method of a recipe that a pass of another class inserts into the program. See `Pass`."""
-
-    grade: ClassVar[str]
-    error: ClassVar[float]
-
-    @abstractmethod
-    def inserted(self) -> Pass:
-        """The pass, which runs where the recipe's own passes do."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,6 @@ def run(
         if check and not group:
             before = program.copy()
         group.append(step)
-        name = type(step.of).__name__
         start = time.perf_counter()
         error, last = None, after is None or _apart(step, after)
         try:
@@ -133,7 +138,7 @@ def run(
             if step.must_change and not report.changed:
                 nearest = (report.refused or ["no candidate in the graph"])[0]
                 raise PassError(f"{named(step)} changed nothing. Nearest miss: {nearest}")
-            verify(program, name)
+            verify(program, step.name)
             changed = changed or report.changed > 0
             Pages.give_back()
             if check and changed and last:
@@ -145,7 +150,7 @@ def run(
         if last:
             group, changed = [], False
         seconds = time.perf_counter() - start
-        steps.append(Step(name, report.changed, report.refused, round(seconds, 3), error))
+        steps.append(Step(step.name, report.changed, report.refused, round(seconds, 3), error))
         watch(step, steps[-1], program)
     return steps
 
@@ -168,23 +173,22 @@ def check_order(passes: Sequence[Pass]) -> None:
     """Raise PassError where a pass stands before one that it needs."""
     done: set[type[Pass]] = set()
     for step in passes:
-        name = type(step).__name__
         if late := [q.__name__ for q in step.after if q not in done]:
-            raise PassError(f"{name} runs after {', '.join(late)}; move it down the recipe")
+            raise PassError(f"{step.name} runs after {', '.join(late)}; move it down the recipe")
         done.add(type(step))
 
 
 def named(step: Pass) -> str:
     """A pass as a recipe writes it, `kv.select = 'quest'`; one that no recipe names, by its class."""
     if not of_recipe(step):
-        return type(step.of).__name__
-    package, _, module = type(step.of).__module__.rpartition(".")
+        return step.name
+    package, _, module = type(step.method).__module__.rpartition(".")
     return f"{package.removeprefix(f'{__name__}.')} = '{module.replace('_', '-')}'"
 
 
 def of_recipe(step: Pass) -> bool:
     """Whether a recipe names it: the module of an axis."""
-    package, _, module = type(step.of).__module__.rpartition(".")
+    package, _, module = type(step.method).__module__.rpartition(".")
     return package.removeprefix(f"{__name__}.") in find_axes() and not module.startswith("_")
 
 

@@ -102,13 +102,9 @@ class NumericCheck:
                     f"{named(step)} changed what the program computes by more than it declares: {said}; choose "
                     f"another method, or {UNCHECKED}"
                 )
-            raise differs(
-                f"{type(step).__name__} changed what the program computes: {said}", program
-            )
+            raise differs(f"{step.name} changed what the program computes: {said}", program)
         if fresh and (wrong := stray(program, fresh)):
-            raise differs(
-                f"{type(step).__name__} changed what the program computes: {wrong}", program
-            )
+            raise differs(f"{step.name} changed what the program computes: {wrong}", program)
         if fresh or lossy:
             self.known |= fresh
             self._rebase(program, found if lossy else None)

@@ -21,7 +21,6 @@ from accel.ir.spec import verify
 from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.kv._shared.tables import appended, attentions, measured
 from accel.passes.kv.inputs import call
-from accel.passes.kv.select import Select
 from accel.passes.trained import Trained, sample, write
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
@@ -96,9 +95,10 @@ class Selecting:
                 self._run()
 
     def _run(self) -> None:
-        report = Select(self.method).run(self.program)
+        (step,) = self.method.steps()
+        report = step.run(self.program)
         assert report.changed, report.refused
-        verify(self.program, type(self.method).__name__)
+        verify(self.program, step.name)
 
     def session(self, batch: int = 1, wrap: Any = None) -> Session:
         return session_of(self.program, batch, wrap=wrap)

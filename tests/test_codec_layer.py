@@ -11,7 +11,8 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import InputError
 from accel.ir.spec import verify
 from accel.ir.tables import Tables
-from accel.passes.kv.codec import Base
+from accel.passes.kv.codec import At, Base, Storage
+from accel.passes.kv.codec._encode import Encode
 
 from .kv_case import evicting, recipe
 from .select_case import Selecting, close, measured_for
@@ -32,20 +33,8 @@ class Plain(Tables, Base):
     key = "plain"
 
     @property
-    def together(self):
-        return self.heads_as_one
-
-    @property
-    def unrotated(self):
-        return self.before_rope
-
-    @property
-    def block(self):
-        return self.tokens
-
-    @property
-    def sinks(self):
-        return self.first
+    def storage(self):
+        return Storage(self.tokens, self.first, self.heads_as_one, self.before_rope)
 
     def sizes(self, width, heads):
         return {"scale": (heads, width)}
@@ -58,35 +47,34 @@ class Plain(Tables, Base):
                 found[layer] = {"scale": 1 + layer + torch.rand(x.keys.shape[1], x.keys.shape[3])}
         return found
 
-    def by(self, x, scale):
-        """x [...,D] of a head, or of all as one, times the constants of what it holds."""
-        if self.together:
+    def by(self, at, x):
+        """The constants of x [...,D] of a head, or of all as one."""
+        scale = at.constants["scale"]
+        if self.heads_as_one:
             return scale.flatten()
         shape = [1] * x.dim()
         shape[1], shape[-1] = scale.shape
         return scale.view(shape)
 
-    def parts(self, role, width, scale):
-        assert width == (scale.numel() if self.together else scale.shape[1])
-        return {"": ("float32", (max(1, self.block) * width,))}
+    def parts(self, at):
+        scale = at.constants["scale"]
+        assert at.width == (scale.numel() if self.heads_as_one else scale.shape[1])
+        return {"": ("float32", (max(1, self.tokens) * at.width,))}
 
-    def encode(self, role, x, scale):
-        y = x * self.by(x, scale)
-        return {"": y.flatten(-2) if self.block else y}
+    def encode(self, at, x):
+        y = x * self.by(at, x)
+        return {"": y.flatten(-2) if self.tokens else y}
 
-    def decode(self, role, parts, width, scale):
+    def decode(self, at, parts):
         x = parts[""]
-        if self.block:
-            x = x.unflatten(-1, (self.block, -1))
-        x = x / self.by(x, scale)
-        if self.broken == "role" and role == "k":
+        if self.tokens:
+            x = x.unflatten(-1, (self.tokens, -1))
+        x = x / self.by(at, x)
+        if self.broken == "role" and at.role == "k":
             x = 1.01 * x
-        return x.flatten(2, 3) if self.block else x
+        return x.flatten(2, 3) if self.tokens else x
 
-    def bits_of(self, role, width, scale):
-        return 32
-
-    def within(self, role, x, back, scale):
+    def within(self, at, x, back):
         return (x - back).abs() <= 1e-5
 
 
@@ -187,7 +175,7 @@ def evicted(stateful, codec=None, name="llama", **axes):
     case = evicting(stateful(name), recipe(**{**EVICTS, **axes}))
     if codec is not None:
         with TemporaryDirectory() as folder:
-            report = measured_for(codec, stateful(name), folder).run(case.program)
+            report = Encode(measured_for(codec, stateful(name), folder)).run(case.program)
         assert report.changed, report.refused
         verify(case.program, "codec")
     return case
@@ -231,6 +219,6 @@ def test_blocks_are_of_what_was_gathered(stateful):
     for role in "kv":
         x = floats[f"kept.0.{role}"]
         whole = torch.cat((x, x[:, :, -1:].expand(-1, -1, 3, -1)), 2).unflatten(2, (-1, 8))
-        parts = kivi.encode(role, whole)
+        parts = kivi.encode(At(role, x.shape[3]), whole)
         for name, part in parts.items():
             assert torch.equal(codes[".".join(filter(None, ("kept.0", role, name)))], part)

@@ -7,6 +7,7 @@ import pytest
 
 from accel.ir.axis import find_axes
 from accel.ir.recipe import Recipe
+from accel.passes.kv.codec import At
 
 from .prefill_case import built
 
@@ -45,5 +46,5 @@ def test_the_bytes_are_those_of_a_quarter_of_the_tokens(name):
     tables = Recipe.load(RECIPES / "cache" / f"{name}.toml").tables
     options = {name: value for name, value in tables["kv.codec"].items() if name != "use"}
     codec = find_axes()["kv.codec"].build("kv-adaquant", **options)
-    bits = sum(codec.bits_of(role, 128) for role in "kv") / 2
+    bits = sum(codec.bits_of(At(role, 128)) for role in "kv") / 2
     assert tables["kv.budget"]["tokens_kept"] * bits == pytest.approx(1024 * 16, rel=0.13)

@@ -8,7 +8,7 @@ from typing import Any
 from accel.compiler.assemble import Plan
 from accel.ir.axis import find_axes
 from accel.ir.errors import PassError, RecipeError
-from accel.passes import Inserted, Pass
+from accel.passes import Rewriting
 from accel.passes.check import UNCHECKED
 
 BROKEN = 3.0  # nats: the KL divergence of half of the tokens at which little of a model is left; guessing has about 8
@@ -21,7 +21,7 @@ def advice(lost: Mapping[str, Any], plan: Plan) -> str:
         return ""
     found = []
     for axis, method in plan.methods.items():
-        if not isinstance(method, Pass | Inserted) or method.grade != "approximate":
+        if not isinstance(method, Rewriting) or method.grade != "approximate":
             continue
         use = plan.recipe.tables[axis]["use"] if axis in plan.recipe.tables else ""
         less = _less(axis, method)
@@ -34,10 +34,10 @@ def advice(lost: Mapping[str, Any], plan: Plan) -> str:
     return "; ".join(found)
 
 
-def _less(axis: str, method: Pass | Inserted) -> list[str]:
+def _less(axis: str, method: Rewriting) -> list[str]:
     """Methods of an axis that declare a smaller loss, the nearest first."""
     found = {name: _declared(axis, name) for name in find_axes()[axis].names()}
-    less = [name for name, error in found.items() if Pass.error < error < method.error]
+    less = [name for name, error in found.items() if Rewriting.error < error < method.error]
     return sorted(less, key=found.__getitem__, reverse=True)[:2]
 
 

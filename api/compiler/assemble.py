@@ -12,7 +12,7 @@ from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
 from accel.ir.invariants import Invariant, Method
 from accel.ir.recipe import Recipe
-from accel.passes import Inserted, Pass
+from accel.passes import Pass, Rewriting
 from accel.passes.kv.compress import Compress
 from accel.passes.state.trees import Trees
 from accel.passes.window._default import Windows
@@ -93,10 +93,8 @@ def assemble_alone(recipe: Recipe) -> Plan:
         except RecipeError as error:
             raise RecipeError(f"recipe '{recipe.name}': {error}") from None
         plan.methods[name] = method
-        if isinstance(method, Pass):
-            plan.passes.append(method)
-        elif isinstance(method, Inserted):
-            plan.passes.append(method.inserted())
+        if isinstance(method, Rewriting):
+            plan.passes += method.steps()
     _draft(plan, axes)
     if "kv.score" in plan.methods:
         _evict(plan, axes)
@@ -201,7 +199,7 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
     for axis, use in plan.methods["draft"].needs.items() if "draft" in wanted else ():
         if axis not in plan.methods:
             _default(plan, axes, axis, use)
-            plan.passes.append(plan.methods[axis])
+            plan.passes += plan.methods[axis].steps()
 
 
 def _default(plan: Plan, axes: dict[str, Axis], axis: str, use: str) -> None:

@@ -16,6 +16,7 @@ from accel.ir.invariants import PROVIDED, Invariant
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.recipe import Recipe
 from accel.ir.tables import Tables
+from accel.passes.kv.codec import At
 from accel.passes.kv.codec import Base as Codec
 from accel.passes.trained import Trained
 from accel.runtime.tree import Siblings
@@ -237,8 +238,8 @@ def scaled_in_half(methods):
     return any(
         dtype == "float16"
         for method in methods
-        if isinstance(method, Codec) and not method.block
-        for dtype, _ in method.parts("k", 8).values()
+        if isinstance(method, Codec) and not method.storage.block
+        for dtype, _ in method.parts(At("k", 8)).values()
     )
 
 

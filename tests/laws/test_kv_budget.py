@@ -198,6 +198,27 @@ def test_a_pyramid_of_no_slope_is_flat_and_a_steep_one_falls():
     assert (found[0], found[-1], sum(found)) == (390, 10, 1600)
 
 
+@pytest.mark.parametrize(
+    ("seen", "options", "want"),
+    [
+        (1000, {}, [390, 295, 200, 105, 10]),
+        (395, {}, [390, 295, 200, 105, 10]),
+        (392, {}, [388, 294, 200, 106, 12]),  # the first keeps all but the window
+        (300, {}, [296, 248, 200, 152, 104]),
+        (202, {}, [200] * 5),  # the last would keep more
+        (1000, {"window": 11}, [200] * 5),  # the last would keep less than the window
+        (1000, {"window": 10}, [390, 295, 200, 105, 10]),
+        (1000, {"tokens_kept": 1, "window": 0}, [2, 1, 1, 1, 1]),
+        (1, {"tokens_kept": 1}, [1] * 5),
+    ],
+)
+def test_a_pyramid_is_that_of_the_formula(seen, options, want):
+    """By hand: from 2 m - m / beta down to m / beta, evenly, of a mean of m."""
+    budget = build("budget", "pyramidkv", **{"tokens_kept": 200, "window": 4, **options}, beta=20.0)
+    assert [budget.tokens(seen, i, 5) for i in range(5)] == want
+    assert budget.tokens(seen, 0, 1) == budget.tokens_kept, "one layer has no slope"
+
+
 # Options
 
 

@@ -20,7 +20,8 @@ from accel.ir.tables import Observed, Rows, Tables
 from accel.lowering.onnx import export
 from accel.lowering.onnx.variants import native
 from accel.lowering.onnx.writer.builder import Builder
-from accel.passes.kv.codec import _readers
+from accel.passes.kv.codec import AcrossLayers, At, Storage, _readers
+from accel.passes.kv.codec._encode import Encode
 from accel.passes.trained import Fitted
 
 from ..select_case import measured_for
@@ -51,7 +52,7 @@ class InLayer:
 
 def in_layers(codec):
     """In a layer of each kind, if it makes a difference."""
-    if not codec.spans:
+    if not isinstance(codec, AcrossLayers):
         return [codec]
     kinds = {codec.place(layer, LAYERS): layer for layer in reversed(range(LAYERS))}
     return [InLayer(codec, layer) for layer in kinds.values()]
@@ -66,9 +67,9 @@ def data(method, width, count=11, seed=0):
     an outlier, a constant row, zeros. The H heads as one where the codec takes them together.
     """
     generator = torch.Generator().manual_seed(seed)
-    sizes = (2, HEADS, count, *([method.block] if method.block else []), width)
-    x = torch.randn(sizes, generator=generator)
-    if method.block:
+    block = method.storage.block
+    x = torch.randn((2, HEADS, count, *([block] if block else []), width), generator=generator)
+    if block:
         x *= 10.0 ** torch.randint(-2, 3, (2, HEADS, count, 1, width), generator=generator)
         x += 4 * torch.randn(2, HEADS, count, 1, width, generator=generator)
         x[0, 0, 0, 0, 0], x[0, 0, 1, :, 0], x[1, 1, 2], x[1, 0, 2, 3] = 3e4, 3.25, 0, -0.1
@@ -79,7 +80,7 @@ def data(method, width, count=11, seed=0):
 
 
 def joined(method, x):
-    return x.movedim(1, -2).flatten(-2)[:, None] if method.together else x
+    return x.movedim(1, -2).flatten(-2)[:, None] if method.storage.together else x
 
 
 @cache
@@ -105,12 +106,12 @@ def constants(method, width):
 
 def told(method, x):
     """The constants for numbers x."""
-    return constants(method, x.shape[-1] // HEADS if method.together else x.shape[-1])
+    return constants(method, x.shape[-1] // HEADS if method.storage.together else x.shape[-1])
 
 
 def asked(method, role, x):
     """The products of queries, in channels of very different size, where the codec asks for them."""
-    if not (method.queries and role == "k"):
+    if not (method.storage.queries and role == "k"):
         return {}
     generator = torch.Generator().manual_seed(2)
     width = x.shape[-1]
@@ -119,13 +120,12 @@ def asked(method, role, x):
     return {"queries": queries.mT @ queries}
 
 
-def beside(method, role, x, written, **known):
-    """What the functions of a codec that spans layers get beside x. known: numbers of other layers."""
+def near(method, role, x, written, **known):
+    """What the functions of a codec of several layers know of others. known: numbers of these."""
     if not isinstance(method, InLayer):
         return {}
-    found = {"place": method.place(method.layer, LAYERS)}
-    other = 0.7 * x + 0.3 * x.roll(1, -1)
-    for name in method.near(role, found["place"], written):
+    found, other = {}, 0.7 * x + 0.3 * x.roll(1, -1)
+    for name in method.near(role, method.place(method.layer, LAYERS), written):
         if name in known:
             found[name] = known[name]
         elif name == "keys":
@@ -137,35 +137,34 @@ def beside(method, role, x, written, **known):
     return found
 
 
+def at(method, role, x, **context):
+    place = method.place(method.layer, LAYERS) if isinstance(method, InLayer) else ""
+    return At(role, x.shape[-1], place, told(method, x), context)
+
+
+def written(method, role, x, **known):
+    """Where numbers x are encoded, and checked."""
+    return at(method, role, x, **near(method, role, x, True, **known), **asked(method, role, x))
+
+
 def encode(method, role, x, **known):
-    more = beside(method, role, x, True, **known)
-    return method.encode(role, x, **more, **asked(method, role, x), **told(method, x))
-
-
-def declared_of(method, role, x):
-    return method.parts(role, x.shape[-1], **placed(method), **told(method, x))
-
-
-def placed(method):
-    spans = isinstance(method, InLayer)
-    return {"place": method.place(method.layer, LAYERS)} if spans else {}
+    return method.encode(written(method, role, x, **known), x)
 
 
 def read(method, role, x, **known):
     """What comes back, in the shape of x."""
-    parts, more = encode(method, role, x, **known), beside(method, role, x, False, **known)
-    back = method.decode(role, parts, x.shape[-1], **more, **told(method, x))
+    parts, block = encode(method, role, x, **known), method.storage.block
+    back = method.decode(at(method, role, x, **near(method, role, x, False, **known)), parts)
     assert back.dtype == torch.float32
-    if method.block:
-        assert back.shape == (*x.shape[:2], x.shape[2] * method.block, x.shape[-1])
-        back = back.unflatten(2, (-1, method.block))
+    if block:
+        assert back.shape == (*x.shape[:2], x.shape[2] * block, x.shape[-1])
+        back = back.unflatten(2, (-1, block))
     assert back.shape == x.shape
     return back
 
 
 def within(method, role, x, back):
-    more = asked(method, role, x) | beside(method, role, x, True)
-    return method.within(role, x, back, **more, **told(method, x)).all()
+    return method.within(written(method, role, x), x, back).all()
 
 
 @pytest.mark.parametrize(("method", "role"), ROLES)
@@ -191,26 +190,25 @@ def test_the_parts_are_as_declared_and_take_the_bits_declared(method, role):
     assert method.grade in GRADES
     for width in WIDTHS:
         x = data(method, width)
-        parts, declared = encode(method, role, x), declared_of(method, role, x)
+        parts, declared = encode(method, role, x), method.parts(at(method, role, x))
         assert next(iter(declared)) == "" and list(parts) == list(declared)
         for part, (dtype, sizes) in declared.items():
             assert parts[part].dtype == DTYPES[dtype]
             assert parts[part].shape == (*x.shape[:3], *sizes)
         taken = sum(8 * p.nbytes for p in parts.values()) / x.numel()
-        assert taken == pytest.approx(
-            method.bits_of(role, x.shape[-1], **placed(method), **told(method, x))
-        )
+        assert taken == pytest.approx(method.bits_of(at(method, role, x)))
 
 
-@pytest.mark.parametrize(("method", "role"), [one for one in ROLES if one.values[0].coarse])
+@pytest.mark.parametrize(("method", "role"), [one for one in ROLES if one.values[0].storage.coarse])
 def test_a_coarse_reading_takes_fewer_bytes_and_says_less(method, role):
     """It gets the parts that are declared, and does not keep the promise of the whole."""
     for width in WIDTHS[1:]:  # a channel by itself is exact
         x = data(method, width)
         parts = encode(method, role, x)
-        few = {name: parts[name] for name in parts if name in method.coarse}
-        assert list(few) == list(method.coarse) and few.keys() < parts.keys()
-        back = method.decode(role, few, width, **told(method, x)).unflatten(2, (-1, method.block))
+        storage = method.storage
+        few = {name: parts[name] for name in parts if name in storage.coarse}
+        assert list(few) == list(storage.coarse) and few.keys() < parts.keys()
+        back = method.decode(at(method, role, x), few).unflatten(2, (-1, storage.block))
         assert back.shape == x.shape and back.isfinite().all()
         assert not within(method, role, x, back)
         assert (back - x).abs().mean() > (read(method, role, x) - x).abs().mean()
@@ -222,11 +220,11 @@ def test_what_is_no_number_spoils_its_row_or_block_only(method, role, value):
     """It is read, if at all, by queries that see this token too: but for the token they lose nothing that they had.
     Where the method has ranges (`saturates`), nothing but the number itself is read otherwise.
     """
-    if method.saturates:
+    if method.storage.saturates:
         return saturated(method, role, value)
     x = data(method, 10)
     want = read(method, role, x)
-    place = (1, 0, 1, 5, 3) if method.block else (1, 0, 4, 3)
+    place = (1, 0, 1, 5, 3) if method.storage.block else (1, 0, 4, 3)
     x[place] = value
     back = read(method, role, x)
     spoilt = ~back.isfinite()
@@ -260,7 +258,7 @@ def saturated(method, role, value):
 
 def test_a_codec_without_ranges_that_claims_them_is_caught(monkeypatch):
     method = AXIS.build("kv-int8")
-    monkeypatch.setattr(type(method), "saturates", True)
+    monkeypatch.setattr(type(method), "storage", Storage(saturates=True))
     with pytest.raises(AssertionError):
         test_what_is_no_number_spoils_its_row_or_block_only(method, "k", 1e30)
 
@@ -301,7 +299,8 @@ def test_a_build_says_whether_codes_are_read_in_place(name, stateful, tmp_path, 
         program = stateful("llama")
         dense = kv_bytes(program) - 8  # of float32 keys and values, without a position
         monkeypatch.setattr(_readers, "READ", frozenset() if broken else _readers.READ)
-        measured_for(AXIS.build(name, **AXIS.small(name)), program, tmp_path).run(program)
+        method = measured_for(AXIS.build(name, **AXIS.small(name)), program, tmp_path)
+        Encode(method).run(program)
         told = [note for note in program.facts.notes if "no attention reads its codes" in note]
         right = bool(told) == ("Attention" in attentions(program, tmp_path))
         assert right or broken

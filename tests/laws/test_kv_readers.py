@@ -19,17 +19,22 @@ from accel.ir.weights import Weights
 from accel.lowering.onnx import export, native
 from accel.lowering.onnx.variants import native as variant
 from accel.lowering.onnx.writer.builder import Builder
+from accel.passes.kv.codec import AcrossLayers, At
 from accel.passes.kv.codec._readers import reads_in_place
 
-from .test_kv_codec import CODECS, HEADS, data, encode, told
+from .test_kv_codec import CODECS, HEADS, data, encode
 
 pytestmark = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 BLOCKS, RECENT, TOKENS = 3, 40, 3
-READ = [c for c in CODECS if c.block and not (c.together or c.unrotated or c.spans)]
+READ = [
+    c
+    for c in CODECS
+    if (s := c.storage).block and not (s.together or s.unrotated or isinstance(c, AcrossLayers))
+]
 READINGS = [
     pytest.param(codec, coarse, width, id=f"{codec}-{width}{'-coarse' * coarse}", marks=marks)
     for codec in READ
-    for coarse in {False, bool(codec.coarse)}
+    for coarse in {False, bool(codec.storage.coarse)}
     for width, marks in ((64, ()), (21, pytest.mark.long))
 ]
 
@@ -46,7 +51,7 @@ class Call:
         }
         self.codec, self.parts = codec, {role: encode(codec, role, x[role]) for role in "kv"}
         self.coarse, rng = coarse, np.random.default_rng(0)
-        kept = BLOCKS * codec.block
+        kept = BLOCKS * codec.storage.block
         given = [
             (2, 2 * HEADS, TOKENS, width),
             (2, HEADS, RECENT, width),
@@ -65,16 +70,16 @@ class Call:
     def _inputs(self, parts):
         found = {f"x{i}": x for i, x in enumerate((*self.given, *self.where))}
         found |= {f"{role}.{name}": x for role in "kv" for name, x in parts[role].items()}
-        return found | ({"coarse": torch.tensor(self.coarse)} if self.codec.coarse else {})
+        return found | ({"coarse": torch.tensor(self.coarse)} if self.codec.storage.coarse else {})
 
     def torch(self, parts):
         q, k, v, q_pos, held, kept = (*self.given, *self.where)
         if self.coarse:
             parts = {
-                r: {n: x for n, x in some.items() if n in self.codec.coarse}
+                r: {n: x for n, x in some.items() if n in self.codec.storage.coarse}
                 for r, some in parts.items()
             }
-        old = [self.codec.decode(r, parts[r], self.width, **told(self.codec, q)) for r in "kv"]
+        old = [self.codec.decode(At(r, self.width), parts[r]) for r in "kv"]
         return attention(
             q, k, v, q_pos, held, None, 0.3, 0.0, "causal", 0, None, *old, kept
         ).numpy()
@@ -115,12 +120,12 @@ class Call:
         given = [holders[f"{role}.{name}"] for name in names]
 
         def read(some):
-            wanted = self.codec.coarse if some else names
+            wanted = self.codec.storage.coarse if some else names
             return lambda *x: self.codec.decode(
-                role, {n: y for n, y in zip(names, x, strict=True) if n in wanted}, self.width
+                At(role, self.width), {n: y for n, y in zip(names, x, strict=True) if n in wanted}
             )
 
-        if not self.codec.coarse:
+        if not self.codec.storage.coarse:
             return trace(editor, role, read(False), *given)
         graphs = []
         for some in (True, False):
@@ -152,5 +157,5 @@ def test_attention_reads_of_blocks_what_torch_reads(codec, coarse, width, tmp_pa
             broken = {**call.parts, role: {**call.parts[role], name: other}}
             want = call.torch(broken)
             np.testing.assert_allclose(call.onnx(broken), want, atol=1e-5, rtol=1e-4)
-            unread = (coarse and name not in codec.coarse) or torch.equal(other, x)
+            unread = (coarse and name not in codec.storage.coarse) or torch.equal(other, x)
             assert unread == np.array_equal(want, call.torch(call.parts))

@@ -1,5 +1,6 @@
 """What every shape of a draft holds to: its limit, what was given to it, and that a rule over its trees stays exact."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -103,6 +104,14 @@ def law_exact(method):
         for sampler, draft in WORLDS:
             world = Grown(sampler, draft, shape=method, limit=3)
             assert gap(rule, world, (), 2) < 1e-12, (rule, draft)
+
+
+def test_no_shape_asks_for_a_guess_where_no_node_is_wanted():
+    """The control: one node is asked for."""
+    for name, draw in itertools.product(NAMES, (None, luck())):
+        with pytest.raises(StopIteration):
+            next(AXIS.build(name).begin().grow(0, draw))
+        assert next(AXIS.build(name).begin().grow(1, draw)) is LEVEL
 
 
 @pytest.mark.parametrize("law", [law_form, law_cut, law_ends, law_exact])

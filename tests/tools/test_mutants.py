@@ -14,7 +14,7 @@ def score(x, n: int = 3):
     if n < 2:
         raise ValueError(f"n is {n + 1}")
     é = -x.sum(dim=1).clamp(min=0) * 2
-    return é.amax(-1) + (x & n)
+    return é.amax(-1) + (x & n).sort(descending=True).indices
 '''
 
 
@@ -25,13 +25,15 @@ def changed():
 def test_signs_terms_bounds_functions_and_axes_are_changed():
     assert {
         ("bound", "n < 2", "n <= 2"),
+        ("turned", "n < 2", "n > 2"),
         ("off by one", "2", "3"),
         ("sign", "-x.sum(dim=1).clamp(min=0)", "x.sum(dim=1).clamp(min=0)"),
         ("axis", "x.sum(dim=1)", "x.sum(dim=0)"),
         ("function", "x.sum(dim=1)", "x.mean(dim=1)"),
         ("no min", "x.sum(dim=1).clamp(min=0)", "x.sum(dim=1).clamp()"),
         ("function", "é.amax(-1)", "é.mean(-1)"),
-        ("left term alone", "é.amax(-1) + (x & n)", "é.amax(-1)"),
+        ("left term alone", "é.amax(-1) + (x & n).sort(descending=True).indices", "é.amax(-1)"),
+        ("no descending", "(x & n).sort(descending=True)", "(x & n).sort()"),
         ("operator", "x & n", "x | n"),
     } <= changed()
 
@@ -56,6 +58,8 @@ def test_files_have_the_tests_that_name_them():
     )
     lazy = mutate.tests_of(ROOT, Path("runtime/kv/budget/simlayerkv.py"))
     assert "tests/test_rehearsal.py" in lazy.own, "it imports the method"
+    word = mutate.tests_of(ROOT, Path("runtime/kv/when/every.py"))
+    assert "tests/laws/test_kv_when.py" in word.other and len(word.other) < 30, "a name, not a word"
     assert mutate.tests_of(ROOT, Path("runtime/verify/block_verify.py")).words == (
         "block-verify or block_verify"
     )

@@ -267,9 +267,7 @@ class Matrix:
 
     def _compare(self, case: Case) -> tuple[str, str]:
         job, program, steps = self._rewritten(case)
-        own_names = {
-            type(step.of).__name__ for step in job.plan.passes if not isinstance(step, Promise)
-        }
+        own_names = {step.name for step in job.plan.passes if not isinstance(step, Promise)}
         if idle := [s.name for s in steps if s.name in own_names and not s.changed]:
             return "wrong", f"{', '.join(idle)} changed nothing, so that nothing is compared"
         axes = {axis for axis, _ in case.tables}

@@ -12,6 +12,7 @@ OTHER = {
     ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And, ast.Lt: ast.LtE, ast.LtE: ast.Lt,
     ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
 }  # fmt: skip
+TURNED = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
 CALLS = {
     "amax": "mean", "amin": "amax", "mean": "amax", "sum": "mean", "max": "min", "min": "max",
     "argmax": "argmin", "argmin": "argmax", "maximum": "minimum", "minimum": "maximum",
@@ -41,7 +42,8 @@ class Mutant:
 
 
 def mutants(source: str) -> Iterator[Mutant]:
-    """Every mutant of a source: a sign, a comparison, `max` for `mean`, an axis, a number off by one, a term dropped.
+    """Every mutant of a source: another sign, operator, comparison, axis or function (`max` for `mean`), a number off
+    by one, a term or a keyword dropped.
 
     Left out are texts, types, defaults of options, and how errors are raised, whose tests name what they say.
     """
@@ -91,7 +93,10 @@ def _changes(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
         if not isinstance(node.operand, ast.Constant):
             yield "sign", node.operand
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in OTHER:
-        yield "bound", _with(node, ops=[OTHER[type(node.ops[0])](), *node.ops[1:]])
+        first = type(node.ops[0])
+        yield "bound", _with(node, ops=[OTHER[first](), *node.ops[1:]])
+        if first in TURNED:
+            yield "turned", _with(node, ops=[TURNED[first](), *node.ops[1:]])
     elif isinstance(node, ast.IfExp):
         yield "first case alone", node.body
         yield "other case alone", node.orelse
@@ -117,12 +122,11 @@ def _calls(node: ast.Call, function: ast.Attribute) -> Iterator[tuple[str, ast.e
                     "axis",
                     _with(node, keywords=[other if w is word else w for w in node.keywords]),
                 )
-    if name in ("clamp", "clip"):
-        for word in node.keywords:
-            yield (
-                f"no {word.arg}",
-                _with(node, keywords=[w for w in node.keywords if w is not word]),
-            )
+    for word in node.keywords:
+        dropped = isinstance(word.value, ast.Constant) and word.arg not in ("dim", "axis")
+        if dropped or name in ("clamp", "clip"):
+            rest = [w for w in node.keywords if w is not word]
+            yield f"no {word.arg}", _with(node, keywords=rest)
 
 
 def _is_method(function: ast.Attribute) -> bool:

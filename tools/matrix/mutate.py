@@ -54,9 +54,9 @@ class Tests:
 
 
 def tests_of(root: Path, file: Path) -> Tests:
-    """By the name that a recipe has for the method, or the file's own."""
+    """By the name that a recipe has for the method, or the file's own; in texts, as many names are words."""
     names = {file.stem, file.stem.replace("_", "-")}
-    named = re.compile(r"(?<![\w-])(" + "|".join(map(re.escape, names)) + r")(?![\w-])")
+    named = re.compile(r"(?<=[\"'=])(" + "|".join(map(re.escape, names)) + r")(?![\w-])")
     axis, module = file.parent.name, ".".join(("accel", *file.with_suffix("").parts))
     imported = re.compile(rf"(?<![\w.]){re.escape(module)}(?![\w.])")
     own, other = [], []

@@ -418,7 +418,7 @@ class _Work:
     def _idle(self, one: Candidate, model: CompiledModel) -> str:
         """Why a recipe leaves the model as it is at this context; "" where it does something."""
         plan = self._plans[one]
-        names = {type(step.of).__name__ for step in plan.passes}
+        names = {step.name for step in plan.passes}
         own = [step for step in model.report["steps"] if step["name"] in names]
         idle = own and all(step["refused"] and not step["changed"] for step in own)
         if not idle or {*HOST, "kv.reuse"} & set(plan.methods):

@@ -23,7 +23,7 @@ from accel.ir.facts import Facts
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.lowering.onnx.threads import default_threads
-from accel.passes import Inserted, Pass, Step, refuse, run
+from accel.passes import Pass, Rewriting, Step, refuse, run
 from accel.passes.weights._kept import keeping
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.model.notebook import table
@@ -245,7 +245,7 @@ def _try(work: _Work, recipe: Recipe) -> None:
 
 
 def _about(step: Pass) -> str:
-    return words.details(step) or words.about(step)
+    return words.details(step.method) or words.about(step.method)
 
 
 def _text(facts: Facts) -> Calibration:
@@ -269,7 +269,7 @@ def _methods(plan: Plan) -> list[Method]:
         grade = getattr(method, "grade", "")
         found.append(Method(
             axis, str(table.get("use", "")), words.about(method), words.details(method), grade,
-            error if isinstance(method, Pass | Inserted) and error and error > Pass.error else None,
+            error if isinstance(method, Rewriting) and error and error > Pass.error else None,
             words.options(method, table),
         ))  # fmt: skip
     return found

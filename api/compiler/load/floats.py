@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accel.compiler.load.config import auto_class
-from accel.compiler.load.gguf import Base, GgufModel
+from accel.compiler.load.gguf import FACTORS
 from accel.compiler.load.source import Gguf
 from accel.compiler.load.tokenizer import write_tokenizer
 from accel.ir.errors import CaptureError, InputError
@@ -60,7 +60,10 @@ def _fill(file: Path, folder: Path, dtype: torch.dtype, watch: Watch) -> None:
 
     source = Gguf(file)
     given = source.model
-    _sayable(given)
+    if FACTORS in given.file.tensors:
+        raise CaptureError(
+            f"{file}: no config.json says what {FACTORS} holds; compile the GGUF file itself"
+        )
     config = source.config()
     with torch.device("meta"):
         config.architectures = [type(auto_class(given.config).from_config(config)).__name__]
@@ -74,16 +77,6 @@ def _fill(file: Path, folder: Path, dtype: torch.dtype, watch: Watch) -> None:
     weights, _ = given.weights()
     _write_weights(weights, folder, dtype, watch)
     given.file.pages.release()
-
-
-def _sayable(given: GgufModel) -> None:
-    """Raise CaptureError where the file changes a model in what no config.json says."""
-    own, tensors = given.architecture, given.file.tensors
-    apart = [name for name in own.read_apart if name in tensors]
-    if apart and type(own).adapt is not Base.adapt:
-        raise CaptureError(
-            f"{given.file.path}: no config.json says what {apart[0]} holds; compile the GGUF file itself"
-        )
 
 
 def _write_weights(

@@ -159,7 +159,7 @@ class Gguf(Source):
         stored, notes = self.model.weights()
         pages = self.file.pages
         loaded = streamed(self.path, self.config(), stored, pages, notes, every=True)
-        self.model.architecture.adapt(loaded.model)
+        self.model.adapt(loaded.model)
         return loaded
 
     def config(self, trust_remote_code: bool = False) -> Any:

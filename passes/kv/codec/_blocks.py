@@ -21,7 +21,8 @@ from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.kv._shared.cached import appends, cache_of
-from accel.passes.kv.codec._layer import Codec, Layer, layers
+from accel.passes.kv.codec._layer import Layer, layers
+from accel.passes.kv.codec._method import AcrossLayers, Codec
 from accel.passes.kv.codec._readers import Decoded, note_decoding
 from accel.passes.kv.codec._spans import Spanning, blocks_of
 from accel.passes.state.recurrent import buffer
@@ -50,7 +51,7 @@ def hold(codec: Codec, program: Program) -> Report:
     row has in each place, new ones counted after old ones (-1: none); `tail [B,M]`, the slots of what
     stays (-1: nothing). All layers hold the same tokens, so one `kept.pos [B,1,P,R]` says which.
     """
-    sites = _sites(program)
+    asks, sites = codec.storage, _sites(program)
     if not sites:
         raise PassError(
             f"{type(codec).__name__}: {program.facts.name} has no cache of keys and "
@@ -59,7 +60,7 @@ def hold(codec: Codec, program: Program) -> Report:
     editor = Editor(program, program.step.graph)
     batch = program.step.input("tokens").meta["val"].shape[0]
     letters = {"B": batch, "P": editor.symbol("P", _BLOCKS)}
-    shape = ("B", 1, "P", codec.block)
+    shape = ("B", 1, "P", asks.block)
     where = State(Part.POSITIONS, None, "int64", shape, -1, CacheRegion.KEPT)
     positions = buffer(program, editor, where, letters)
     seen, caches = layers(codec, program), dict[str, _Cache]()
@@ -70,7 +71,7 @@ def hold(codec: Codec, program: Program) -> Report:
             if name not in caches:
                 caches[name] = _declare(seen[name], program, editor, recent, letters)
     coarse = None
-    if codec.coarse:
+    if asks.coarse:
         coarse = editor.placeholder(COARSE, (), torch.bool)
         program.step.defaults[COARSE] = torch.tensor(False)
     spanning, decoded = Spanning(), Decoded()
@@ -78,7 +79,7 @@ def hold(codec: Codec, program: Program) -> Report:
         decoded += _read(editor, node, caches, positions, coarse, spanning)
     note_decoding(program, decoded)
     _note_queries(program, editor, sites, caches, letters)
-    program.facts.kv = KvFacts(flush=codec.block, sinks=codec.sinks, coarse=bool(codec.coarse))
+    program.facts.kv = KvFacts(flush=asks.block, sinks=asks.sinks, coarse=bool(asks.coarse))
     program.entries[COMPRESS.name] = _entry(codec, program, list(caches.values()), positions)
     return Report(changed=len(caches))
 
@@ -142,7 +143,7 @@ def _read(
                         editor, STORED, lambda x: x.flatten(1), positions, like=node, key=("where",)
                     )
                 )
-            if cache.layer.codec.spans:
+            if isinstance(cache.layer.codec, AcrossLayers):
                 found[part] = _spanning(editor, cache, given, spanning, node)
             elif coarse is None:
                 found[part] = _decoded(editor, cache, given, node)
@@ -269,7 +270,7 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
         with source.fake:
             return holder(name, torch.empty(shape, dtype=torch.int64))
 
-    fresh = counted("fresh", source.symbol("F", _NEW), codec.block)
+    fresh = counted("fresh", source.symbol("F", _NEW), codec.storage.block)
     places = counted("places", batch, source.symbol("N", _STORED))
     tail = counted("tail", batch, source.symbol("M", _TAIL))
     held = holder(POSITIONS, program.step.input(POSITIONS).meta["val"])
@@ -282,8 +283,8 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
     moved = trace(editor, "compress.pos", _moved_positions, where, held, fresh, places, tail)
     outputs = {output_of(STORED): moved[0], output_of(POSITIONS): moved[1]}
     rows: dict[int, Any] = {}  # of so many heads, by their number
-    spanning = Spanning()
-    if codec.spans:
+    spanning, across = Spanning(), isinstance(codec, AcrossLayers)
+    if across:
         for cache, nodes in zip(caches, given, strict=True):
             spanning.hold(editor, cache.layer, cache.state.name, fresh, nodes[0], held)
     for cache, nodes in zip(caches, given, strict=True):
@@ -291,7 +292,7 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
         for groups in (layer.heads, layer.groups):
             if groups not in rows:
                 rows[groups] = trace(editor, "compress", partial(_rows, groups), places, tail)
-        if codec.spans:
+        if across:
             new = spanning.encode(editor, layer, cache.state.name)
             move, operands = partial(_put, len(new)), [*nodes, *new]
             *kept, left = trace(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,39 +20,14 @@ from accel.ir.tables import Tables
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.rotation import Rotation, rotated, rotation_of
 from accel.passes.kv._shared.tables import appended
+from accel.passes.kv.codec._method import AcrossLayers, At, Codec, Layout, Storage
 from accel.passes.trained import Parts, Trained, constants
 
-Sizes = tuple[int, ...]
 _SPARE = (
     1024  # slots of a buffer beyond the model's positions, at most: a call's, and up to a whole 256
 )
 _PARTS = (Part.KEYS, Part.VALUES)
 INSTEAD = "use kv.codec = 'kv-int8' for this model"
-
-
-class Codec(Protocol):
-    """`accel.passes.kv.codec.Base`, which says what each member means."""
-
-    @property
-    def together(self) -> bool: ...
-    @property
-    def unrotated(self) -> bool: ...
-    @property
-    def queries(self) -> bool: ...
-    @property
-    def coarse(self) -> tuple[str, ...]: ...
-    @property
-    def spans(self) -> bool: ...
-    def place(self, layer: int, layers: int) -> str: ...
-    def near(self, role: str, place: str, written: bool) -> tuple[str, ...]: ...
-    @property
-    def block(self) -> int: ...
-    @property
-    def sinks(self) -> int: ...
-    def constants(self, parts: Parts) -> Parts: ...
-    def parts(self, *args: Any, **constants: Any) -> dict[str, tuple[str, Sizes]]: ...
-    def encode(self, *args: Any, **constants: Any) -> dict[str, Tensor]: ...
-    def decode(self, *args: Any, **constants: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -74,24 +50,32 @@ class Layer:
     number: int = field(default=0, compare=False)  # of the layer that owns the buffer
 
     @property
-    def _placed(self) -> dict[str, str]:
-        """What its functions get beside tensors."""
-        return {"place": self.place} if self.codec.spans else {}
+    def storage(self) -> Storage:
+        return self.codec.storage
 
     def near(self, written: bool) -> tuple[str, ...]:
         """What `encode` (written) or `decode` gets of other layers."""
-        return self.codec.near(self.role, self.place, written) if self.codec.spans else ()
+        codec = self.codec
+        if not isinstance(codec, AcrossLayers):
+            return ()
+        return codec.near(self.role, self.place, written)
+
+    def at(self, operands: Sequence[Tensor], context: Sequence[str] = ()) -> At:
+        """What its functions are told. operands: those of this context, then the constants."""
+        wide = self.heads * self.width if self.storage.together else self.width
+        count = len(context)
+        told = dict(zip(context, operands[:count], strict=True))
+        constants = dict(zip(self.names, operands[count:], strict=True))
+        return At(self.role, wide, self.place, constants, told)
 
     @property
     def groups(self) -> int:
         """What stands in the place of G."""
-        return 1 if self.codec.together else self.heads
+        return 1 if self.storage.together else self.heads
 
-    def parts(self) -> dict[str, tuple[str, Sizes]]:
-        """See Base."""
-        wide = self.heads * self.width if self.codec.together else self.width
-        constants = dict(zip(self.names, self.tensors, strict=True))
-        return self.codec.parts(self.role, wide, **self._placed, **constants)
+    def parts(self) -> Layout:
+        """See Codec."""
+        return self.codec.parts(self.at(self.tensors))
 
     def operands(self, editor: Editor) -> list[fx.Node]:
         """The constants, in the editor's graph."""
@@ -118,7 +102,7 @@ class Layer:
     @property
     def asks(self) -> bool:
         """Whether `encode` gets the queries' products."""
-        return self.codec.queries and self.role == "k"
+        return self.storage.queries and self.role == "k"
 
     def encode(self, x: Tensor, *operands: Tensor) -> dict[str, Tensor]:
         """x [B,G,T,D], or blocks [B,G,P,R,D], as the codec gets it -> its parts. operands: the queries' products
@@ -128,9 +112,8 @@ class Layer:
 
     def encode_joined(self, x: Tensor, *operands: Tensor) -> dict[str, Tensor]:
         """The same of what `joined` gives; the operands also are what it gets of other layers, before constants."""
-        names = (*(("queries",) if self.asks else ()), *self.near(True), *self.names)
-        tensors = dict(zip(names, operands, strict=True))
-        return self.codec.encode(self.role, x, **self._placed, **tensors)
+        context = (*(("queries",) if self.asks else ()), *self.near(True))
+        return self.codec.encode(self.at(operands, context), x)
 
     def encode_turned(
         self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor, *operands: Tensor
@@ -143,7 +126,7 @@ class Layer:
         return self._joined(self._back(x, *turned) if turned else x)
 
     def _joined(self, x: Tensor) -> Tensor:
-        return x.movedim(1, -2).flatten(-2)[:, None] if self.codec.together else x
+        return x.movedim(1, -2).flatten(-2)[:, None] if self.storage.together else x
 
     def _back(self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Keys before rope."""
@@ -153,20 +136,20 @@ class Layer:
     def encode_slots(self, x: Tensor, *constants: Tensor) -> dict[str, Tensor]:
         """x [B,G,N,D] -> the parts of its blocks [B,G,ceil(N/R),n]; the last is filled up with the last slot."""
         return self.encode(
-            x.index_select(2, self._whole(x)).unflatten(2, [-1, self.codec.block]), *constants
+            x.index_select(2, self._whole(x)).unflatten(2, [-1, self.storage.block]), *constants
         )
 
     def encode_turned_slots(
         self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor, *constants: Tensor
     ) -> dict[str, Tensor]:
         """The same of keys after rope at the positions `where` [B,G,N]."""
-        rows, size = self._whole(x), [-1, self.codec.block]
+        rows, size = self._whole(x), [-1, self.storage.block]
         x, where = (part.index_select(2, rows).unflatten(2, size) for part in (x, where))
         return self.encode_turned(x, where, cos, sin, *constants)
 
     def _whole(self, x: Tensor) -> Tensor:
         """The slots of x [B,G,N,D], as many as whole blocks have."""
-        size, count = self.codec.block, x.shape[2]
+        size, count = self.storage.block, x.shape[2]
         slots = torch.arange((count + size - 1) // size * size, device=x.device)
         return slots.clamp(max=count - 1)
 
@@ -174,14 +157,14 @@ class Layer:
         """Of blocks of slots at the positions `where` [B,G,P]: [B,G,P,D]. The operands of `decode`, but for these."""
         names, count = list(self.parts()), where.shape[2]
         parts, rest = operands[: len(names)], operands[len(names) :]
-        blocks = parts[0].shape[2] * self.codec.block
+        blocks = parts[0].shape[2] * self.storage.block
         places = torch.nn.functional.pad(where, (0, blocks - count), value=-1)
         turned = (places,) if self.turned else ()
         return self.decode(*parts, *turned, *rest).narrow(2, 0, count)
 
     def decode_coarse(self, *operands: Tensor) -> Tensor:
         """The same of the parts that a coarse reading takes."""
-        return self.decode(*operands, read=self.codec.coarse)
+        return self.decode(*operands, read=self.storage.coarse)
 
     def decode(self, *operands: Tensor, read: tuple[str, ...] = ()) -> Tensor:
         """Of the parts, the positions [B,C] or [B,G,C] with cos and sin (where turned), the constants: [B,G,C,D].
@@ -199,21 +182,19 @@ class Layer:
         parts, rest = dict(zip(names, operands, strict=False)), operands[len(names) :]
         turned = rest[:3] if self.turned else ()
         x = self._decoded(parts, *rest[len(turned) :])
-        return self._apart(x, *turned), x.unflatten(2, [-1, self.codec.block])
+        return self._apart(x, *turned), x.unflatten(2, [-1, self.storage.block])
 
     def decode_joined(self, *operands: Tensor) -> Tensor:
         """The latter alone, of the parts, what it gets of other layers, and constants: blocks [B,G,P,R,D]."""
         names = list(self.parts())
         parts = dict(zip(names, operands, strict=False))
         x = self._decoded(parts, *operands[len(names) :])
-        found: Tensor = x.unflatten(2, [-1, self.codec.block])
+        found: Tensor = x.unflatten(2, [-1, self.storage.block])
         return found
 
     def _decoded(self, parts: dict[str, Tensor], *operands: Tensor) -> Tensor:
         """As the codec gives them."""
-        tensors = dict(zip((*self.near(False), *self.names), operands, strict=True))
-        wide = self.heads * self.width if self.codec.together else self.width
-        found: Tensor = self.codec.decode(self.role, parts, wide, **self._placed, **tensors)
+        found: Tensor = self.codec.decode(self.at(operands, self.near(False)), parts)
         return found
 
     def _apart(
@@ -224,7 +205,7 @@ class Layer:
         sin: Tensor | None = None,
     ) -> Tensor:
         """As attention reads them: heads apart, keys after rope."""
-        if self.codec.together:
+        if self.storage.together:
             x = x.unflatten(-1, [self.heads, self.width]).flatten(0, 1).transpose(1, 2)
         if where is None or cos is None or sin is None:
             return x
@@ -251,7 +232,7 @@ def layers(codec: Codec, program: Program) -> dict[str, Layer]:
                 continue
             sites.setdefault(str(buffer.target), (node, part))
     owners = {s.name: s.layer for s in program.state}
-    if codec.spans:
+    if isinstance(codec, AcrossLayers):
         _check_alike(program, sites)
     known = _constants(codec, program, sites, owners)
     found: dict[str, Layer] = {}
@@ -261,7 +242,7 @@ def layers(codec: Codec, program: Program) -> dict[str, Layer]:
         number = owners[name]
         assert number is not None
         rotation = None
-        if codec.unrotated and part is Part.KEYS:
+        if codec.storage.unrotated and part is Part.KEYS:
             rotation = rotation_of(program, appended(node), "keys", INSTEAD)
         tensors = known.get(number, {})
         found[name] = Layer(
@@ -273,7 +254,7 @@ def layers(codec: Codec, program: Program) -> dict[str, Layer]:
             rotation is not None,
             rotation is not None and rotation.interleaved,
             rotation.factor if rotation is not None else 1.0,
-            codec.place(number, count) if codec.spans else "",
+            codec.place(number, count) if isinstance(codec, AcrossLayers) else "",
             tuple(tensors.values()),
             rotation,
             number,
@@ -304,7 +285,8 @@ def _check_alike(program: Program, sites: dict[str, tuple[fx.Node, Part]]) -> No
 
 
 def _check_latent(codec: Codec, node: fx.Node) -> None:
-    if codec.unrotated or codec.together or codec.spans or isinstance(codec, Tables | Trained):
+    asks = codec.storage.unrotated or codec.storage.together
+    if asks or isinstance(codec, AcrossLayers | Tables | Trained):
         raise PassError(
             f"layer {node.meta.get('layer')}: its values are also its keys (a latent, MLA), which have no heads and "
             f"are rotated in part; {INSTEAD}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from accel.ir.tables import Rows
+from accel.passes.kv.codec._method import At
 
 
 def principal(rows: Iterable[Rows], heads: int = 0) -> dict[int, dict[str, Tensor]]:
@@ -27,3 +28,8 @@ def principal(rows: Iterable[Rows], heads: int = 0) -> dict[int, dict[str, Tenso
         i: {n: torch.linalg.eigh(s).eigenvectors.flip(-1).float() for n, s in x.items()}
         for i, x in squares.items()
     }
+
+
+def basis_of(at: At) -> Tensor:
+    """That of keys, or of values."""
+    return at.constants["key_basis" if at.role == "k" else "value_basis"]

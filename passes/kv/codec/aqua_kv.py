@@ -11,11 +11,9 @@ from torch import Tensor
 
 from accel.ir.axis import option
 from accel.ir.errors import RecipeError
-from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
-from accel.ir.ops.groups import near as near_to
-from accel.ir.tables import Rows, Tables
-from accel.ir.tables import Sizes as TableSizes
-from accel.passes.kv.codec import Base, Sizes
+from accel.ir.tables import Rows, Sizes, Tables
+from accel.passes.kv.codec import AcrossLayers, At, Base, Layout, Storage
+from accel.passes.kv.codec._groups import Groups
 
 _FIRST = 4  # bits of the first layer, at least
 _DAMPING = 1e-3  # of the mean square of an input
@@ -23,7 +21,7 @@ _TOKENS = 8192  # that maps are measured on, at most
 
 
 @dataclass(frozen=True)
-class AquaKv(Tables, Base):
+class AquaKv(Tables, AcrossLayers, Base):
     """Of all heads as one, keys before RoPE: K of a layer is a linear map of the K beneath, as that is read, and what
     is left, which is quantised in `bits`; V the same of this layer's K as read and the V beneath. The first layer is
     stored by itself, in 4 bits or more.
@@ -41,9 +39,6 @@ class AquaKv(Tables, Base):
     sinks: int = option(4, least=0, most=4096)
     lacks = "its quantiser HIGGS (kivi's is used)"
     key: ClassVar[str] = "aqua-kv"
-    together: ClassVar[bool] = True
-    unrotated: ClassVar[bool] = True
-    spans: ClassVar[bool] = True
     error = 8.0  # of random weights, whose layers have nothing in common
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8, "sinks": 2}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
@@ -60,8 +55,8 @@ class AquaKv(Tables, Base):
             )
 
     @property
-    def block(self) -> int:
-        return self.residual
+    def storage(self) -> Storage:
+        return Storage(self.residual, self.sinks, together=True, unrotated=True)
 
     def place(self, layer: int, layers: int) -> str:
         return "later" if layer else "first"
@@ -73,14 +68,14 @@ class AquaKv(Tables, Base):
 
     # The maps
 
-    def sizes(self, width: int, heads: int) -> TableSizes:
+    def sizes(self, width: int, heads: int) -> Sizes:
         """The last row of a map is added."""
         wide = heads * width
         return {"key_map": (wide + 1, wide), "value_map": (2 * wide + 1, wide)}
 
     def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
         """Layer after layer of the first tokens of a text; a map of zeros for the first."""
-        held = _joined(rows, self.block)
+        held = _joined(rows, self.residual)
         found: dict[int, dict[str, Tensor]] = {}
         read: dict[str, Tensor] = {}
         for layer in sorted(held):
@@ -94,79 +89,48 @@ class AquaKv(Tables, Base):
                 x, near = held[layer][role], dict[str, Tensor]()
                 if read:
                     near = {"read": read[role], **({"keys": now["k"]} if role == "v" else {})}
-                    maps[name] = _fitted(_inputs(**near).flatten(0, -2), x.flatten(0, -2))
-                parts = self.encode(role, x, place, **maps, **near)
-                back = self.decode(role, parts, wide, place, **maps, **near)
-                now[role] = back.unflatten(2, (-1, self.block))
+                    maps[name] = _fitted(_inputs(near).flatten(0, -2), x.flatten(0, -2))
+                at = At(role, wide, place, maps, near)
+                now[role] = self.decode(at, self.encode(at, x)).unflatten(2, (-1, self.residual))
             found[layer], read = maps, now
         return found
 
     # What is stored
 
-    def _how(self, role: str, place: str) -> tuple[int, int, str]:
-        """Bits, the size of groups, and along which axis they lie."""
-        bits = self.bits if place == "later" else max(_FIRST, self.bits)
-        return bits, self.group, "rows" if role == "k" else "channels"
+    def _groups(self, at: At) -> Groups:
+        bits = self.bits if at.place == "later" else max(_FIRST, self.bits)
+        return Groups.by_role(at.role, bits, self.group, self.residual)
 
-    def parts(self, role: str, width: int, place: str, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
-        codes, groups = block_sizes(self.block, width, *self._how(role, place))
-        half = ("float16", (groups,))
-        return {"": ("uint8", (codes,)), "scale": half, "least": half}
+    def parts(self, at: At) -> Layout:
+        return self._groups(at).parts(at.width)
 
-    def encode(
-        self, role: str, x: Tensor, place: str, key_map: Tensor, value_map: Tensor, **near: Tensor
-    ) -> dict[str, Tensor]:
-        if near:
-            x = x - _foretold(key_map if role == "k" else value_map, **near)
-        codes, scale, least = group_quantize(x, *self._how(role, place))
-        return {"": codes, "scale": scale, "least": least}
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        return self._groups(at).encode(x - _foretold(at) if at.context else x)
 
-    def decode(
-        self,
-        role: str,
-        parts: dict[str, Tensor],
-        width: int,
-        place: str,
-        key_map: Tensor,
-        value_map: Tensor,
-        **near: Tensor,
-    ) -> Tensor:
-        left: Tensor = group_dequantize(*parts.values(), *self._how(role, place), self.block, width)
-        if not near:
-            return left
-        return left + _foretold(key_map if role == "k" else value_map, **near).flatten(2, 3)
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        left = self._groups(at).decode(parts, at.width)
+        return left + _foretold(at).flatten(2, 3) if at.context else left
 
-    def bits_of(self, role: str, width: int, place: str, **_: Tensor) -> float:
-        codes, groups = block_sizes(self.block, width, *self._how(role, place))
-        return (8 * codes + 32 * groups) / (self.block * width)
-
-    def within(
-        self,
-        role: str,
-        x: Tensor,
-        back: Tensor,
-        place: str,
-        key_map: Tensor,
-        value_map: Tensor,
-        **other: Tensor,
-    ) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """What is left of a number is off by no more than half a step of its group."""
-        if other:
-            told = _foretold(key_map if role == "k" else value_map, **other)
+        if at.context:
+            told = _foretold(at)
             off = 1e-5 * (x.abs() + told.abs()).amax((-2, -1), keepdim=True)
             want, got = x - told, back - told
             x, back = want, got + (want - got).clamp(-off, off)
-        return near_to(x, back, *self._how(role, place))
+        return self._groups(at).near(x, back)
 
 
-def _inputs(read: Tensor, keys: Tensor | None = None) -> Tensor:
+def _inputs(near: Mapping[str, Tensor]) -> Tensor:
     """What a map takes [..,R,d or 2 d]."""
-    return read if keys is None else torch.cat((keys, read), dim=-1)
+    read = near["read"]
+    return torch.cat((near["keys"], read), dim=-1) if "keys" in near else read
 
 
-def _foretold(linear: Tensor, read: Tensor, keys: Tensor | None = None) -> Tensor:
+def _foretold(at: At) -> Tensor:
     """What a map [n+1,d] makes of what is read."""
-    found: Tensor = _inputs(read, keys) @ linear[:-1] + linear[-1]
+    linear = at.constants["key_map" if at.role == "k" else "value_map"]
+    found: Tensor = _inputs(at.context) @ linear[:-1] + linear[-1]
     return found
 
 

@@ -9,13 +9,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from accel.ir.axis import option
-from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
-from accel.ir.tables import Rows, Tables
-from accel.ir.tables import Sizes as TableSizes
-from accel.passes.kv.codec import Base, Sizes
-from accel.passes.kv.codec._principal import principal
-
-_BITS = {"float32": 32, "float16": 16, "uint8": 8}
+from accel.ir.tables import Rows, Sizes, Tables
+from accel.passes.kv.codec import At, Base, Layout, Storage
+from accel.passes.kv.codec._groups import Groups
+from accel.passes.kv.codec._principal import basis_of, principal
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,6 @@ class Cskv(Tables, Base):
     window: int = option(32, least=1, most=1024)
     lacks = "training of the maps from an SVD of the weights"
     key: ClassVar[str] = "cskv"
-    together: ClassVar[bool] = True
-    unrotated: ClassVar[bool] = True
     error = 8.0  # of random weights, whose channels have no common directions
     small: ClassVar[Mapping[str, Any]] = {"window": 8, "density": 0.5}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
@@ -44,10 +39,10 @@ class Cskv(Tables, Base):
     )
 
     @property
-    def block(self) -> int:
-        return self.window
+    def storage(self) -> Storage:
+        return Storage(block=self.window, together=True, unrotated=True)
 
-    def sizes(self, width: int, heads: int) -> TableSizes:
+    def sizes(self, width: int, heads: int) -> Sizes:
         return {name: (heads * width, heads * width) for name in ("key_basis", "value_basis")}
 
     def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
@@ -57,61 +52,41 @@ class Cskv(Tables, Base):
     def _features(self, width: int) -> int:
         return max(1, round(self.density * width))
 
-    def _groups(self, role: str, count: int) -> tuple[int, str]:
+    def _groups(self, at: At) -> Groups:
         """Features with one scale: of a feature those of a window's tokens, or all of a token."""
-        return (self.window, "rows") if role == "k" else (count, "channels")
+        if at.role == "k":
+            return Groups(self.bits, self.window, "rows", self.window)
+        return Groups(self.bits, self._features(at.width), "channels", self.window)
 
-    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
-        count = self._features(width)
+    def parts(self, at: At) -> Layout:
+        count = self._features(at.width)
         if self.bits == 32:
             return {"": ("float32", (self.window * count,))}
-        codes, groups = block_sizes(self.window, count, self.bits, *self._groups(role, count))
-        half = ("float16", (groups,))
-        return {"": ("uint8", (codes,)), "scale": half, "least": half}
+        return self._groups(at).parts(count)
 
-    def encode(
-        self, role: str, x: Tensor, key_basis: Tensor, value_basis: Tensor
-    ) -> dict[str, Tensor]:
-        features = x @ self._basis(role, key_basis, value_basis)  # [B,1,P,R,f]
-        features = features / x.shape[-1] ** 0.5  # no larger than x, for float16
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        features = x @ self._basis(at)  # [B,1,P,R,f]
+        features = features / at.width**0.5  # no larger than x, for float16
         if self.bits == 32:
             return {"": features.flatten(-2)}
-        groups = self._groups(role, int(features.shape[-1]))
-        codes, scale, least = group_quantize(features, self.bits, *groups)
-        return {"": codes, "scale": scale, "least": least}
+        return self._groups(at).encode(features)
 
-    def decode(
-        self,
-        role: str,
-        parts: dict[str, Tensor],
-        width: int,
-        key_basis: Tensor,
-        value_basis: Tensor,
-    ) -> Tensor:
-        count = self._features(width)
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        count = self._features(at.width)
         if self.bits == 32:
             features = parts[""].unflatten(-1, [self.window, count]).flatten(2, 3)
         else:
-            groups = self._groups(role, count)
-            features = group_dequantize(*parts.values(), self.bits, *groups, self.window, count)
-        back: Tensor = features @ (self._basis(role, key_basis, value_basis) * width**0.5).mT
+            features = self._groups(at).decode(parts, count)
+        back: Tensor = features @ (self._basis(at) * at.width**0.5).mT
         return back
 
-    def _basis(self, role: str, key_basis: Tensor, value_basis: Tensor) -> Tensor:
+    def _basis(self, at: At) -> Tensor:
         """[G D,f]."""
-        basis = key_basis if role == "k" else value_basis
-        return basis[:, : self._features(int(basis.shape[0]))]
+        return basis_of(at)[:, : self._features(at.width)]
 
-    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
-        found = self.parts(role, width).values()
-        taken = sum(_BITS[dtype] * size for dtype, (size,) in found)
-        return taken / (self.window * width)
-
-    def within(
-        self, role: str, x: Tensor, back: Tensor, key_basis: Tensor, value_basis: Tensor
-    ) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """What is read lies in the directions that are stored; its features are those of x, or within half a step."""
-        basis = self._basis(role, key_basis, value_basis)
+        basis = self._basis(at)
         want, got = x @ basis, back @ basis
         off = 1e-4 * x.norm(dim=-1, keepdim=True).amax(-2, keepdim=True) + 1e-30
         right = (back - got @ basis.mT).norm(dim=-1, keepdim=True) <= off
@@ -119,6 +94,6 @@ class Cskv(Tables, Base):
             same: Tensor = right & ((want - got).abs() <= off)
             return same
         got = got + (want - got).clamp(-off, off)
-        steps = near(want, got, self.bits, *self._groups(role, int(basis.shape[1])))
+        steps = self._groups(at).near(want, got)
         found: Tensor = right.flatten(3).all(-1) & steps.flatten(3).all(-1)  # [B,1,P]
         return found

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from accel.ir.axis import option
 from accel.ir.ops.patched import add_product, put_numbers
-from accel.passes.kv.codec import Sizes
+from accel.passes.kv.codec import At, Layout
 from accel.passes.kv.codec._directions import any_columns, orthonormal
 from accel.passes.kv.codec.kivi import Kivi
 
-_BITS = {"float16": 16, "int64": 64, "uint8": 8}
 _LOOPS = 3  # of the power iteration, as in the paper's release
 
 
@@ -44,82 +43,70 @@ class Gear(Kivi):
         {"bits": 8, "group": 8, "residual": 24, "low_rank": 4, "outliers": 0.25},
     )
 
-    def _rank(self, width: int) -> int:
-        return min(self.low_rank, self.residual, width)
+    def _rank(self, at: At) -> int:
+        return min(self.low_rank, self.residual, at.width)
 
-    def _ends(self, role: str, width: int) -> tuple[int, int]:
+    def _ends(self, at: At) -> tuple[int, int]:
         """Lines that have outliers (channels of keys, tokens of values), and how many at either end of one."""
-        lines, size = (width, self.residual) if role == "k" else (self.residual, width)
+        lines, size = (at.width, self.residual) if at.role == "k" else (self.residual, at.width)
         return lines, min(round(self.outliers * size / 2), size // 2)
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        found = super().parts(role, width)
-        lines, ends = self._ends(role, width)
+    def parts(self, at: At) -> Layout:
+        found = super().parts(at)
+        lines, ends = self._ends(at)
         if ends:
-            line = self.residual if role == "k" else width
+            line = self.residual if at.role == "k" else at.width
             found["outlier"] = ("float16", (2 * ends * lines,))
             found["place"] = ("uint8" if line <= 256 else "int64", (2 * ends * lines,))
-        if rank := self._rank(width):
+        if rank := self._rank(at):
             found["a"] = ("float16", (self.residual * rank,))
-            found["b"] = ("float16", (width * rank,))
+            found["b"] = ("float16", (at.width * rank,))
         return found
 
-    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
-        width = int(x.shape[-1])
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
         parts, rest, stays = dict[str, Tensor](), x, None
-        ends, rank = self._ends(role, width)[1], self._rank(width)
+        ends, rank = self._ends(at)[1], self._rank(at)
         if ends or rank:
             x = x + (x.half().float() * 0).sum(
                 (-2, -1), keepdim=True
             )  # no number: none of its block
             rest = x
         if ends:
-            lines = x.mT if role == "k" else x
+            lines = x.mT if at.role == "k" else x
             stays, place = _ends(lines.nan_to_num(nan=0.0), ends)
             parts["outlier"] = lines.gather(-1, place).half().flatten(-2)
             parts["place"] = place.to(_place(lines)).flatten(-2)
             others = torch.where(stays, 0, lines).sum(-1, keepdim=True)
             mean = others / max(1, int(lines.shape[-1]) - 2 * ends)
             rest = torch.where(stays, mean, lines)
-            rest, stays = (rest.mT, stays.mT) if role == "k" else (rest, stays)
-        found = {**super().encode(role, rest), **parts}
+            rest, stays = (rest.mT, stays.mT) if at.role == "k" else (rest, stays)
+        found = {**super().encode(at, rest), **parts}
         if rank:
-            lost = x - self._backbone(role, found, width).unflatten(2, (-1, self.residual))
+            lost = x - self._groups(at).blocks(found, at.width)
             lost = lost if stays is None else torch.where(stays, 0, lost)
             heads = lost.shape[:2]
             for name, y in zip("ab", _low_rank(lost.flatten(0, 1), rank), strict=True):
                 found[name] = y.half().flatten(2).unflatten(0, heads)
         return found
 
-    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
-        back = self._backbone(role, parts, width)
-        if self._rank(width):
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        back = super().decode(at, parts)
+        if self._rank(at):
             back = add_product(back, parts["a"], parts["b"], self.residual)
-        if self._ends(role, width)[1]:
-            beside = parts["outlier"], parts["place"]
-            back = put_numbers(back, *beside, self.residual, "rows" if role == "k" else "channels")
+        if self._ends(at)[1]:
+            outliers, along = (parts["outlier"], parts["place"]), self._groups(at).along
+            back = put_numbers(back, *outliers, self.residual, along)
         return back
 
-    def _backbone(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
-        """D̂ [B,G,P R,D]."""
-        return super().decode(role, {name: parts[name] for name in ("", "scale", "least")}, width)
-
-    def bits_of(self, role: str, width: int) -> float:
-        found = self.parts(role, width).values()
-        taken = sum(_BITS[dtype] * size for dtype, (size,) in found)
-        return taken / (self.residual * width)
-
-    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """No block is further off (root of squares) than rounding alone leaves it, and outliers are as they were, but
         for what is float16. bool, one for each block.
         """
-        width, ends = int(x.shape[-1]), self._ends(role, int(x.shape[-1]))[1]
-        size = x.abs() * 2**-10 + 1e-7
+        ends, size = self._ends(at)[1], x.abs() * 2**-10 + 1e-7
         off, right = (back - x).abs(), torch.ones(x.shape[:-2], dtype=torch.bool)
-        plain = {n: p for n, p in self.encode(role, x).items() if n in ("", "scale", "least")}
-        lost = (self._backbone(role, plain, width).unflatten(2, (-1, self.residual)) - x).abs()
+        lost = (self._groups(at).blocks(self.encode(at, x), at.width) - x).abs()
         if ends:
-            stays = _ends(x.mT, ends)[0].mT if role == "k" else _ends(x, ends)[0]
+            stays = _ends(x.mT, ends)[0].mT if at.role == "k" else _ends(x, ends)[0]
             right = ((off <= size) | ~stays).flatten(-2).all(-1)
             lost = torch.where(stays, 0, lost)
         near: Tensor = off.flatten(-2).norm(dim=-1) <= (lost + 2 * size).flatten(-2).norm(dim=-1)

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from accel.ir.axis import option
 from accel.ir.errors import RecipeError
-from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
-from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec import At, Base, Layout, Storage
+from accel.passes.kv.codec._groups import Groups
 
 
 @dataclass(frozen=True)
 class Kivi(Base):
-    """`bits`: 2, 4 or 8. `group`: elements with a common scale and minimum (float16): tokens of a channel
-    for keys, channels
-    of a token for values. `residual`: at least so many tokens stay exact, and so many are quantised together.
+    """`bits`: 2, 4 or 8. `group`: elements with a common scale and minimum (float16): tokens of a channel for keys,
+    channels of a token for values. `residual`: at least so many tokens stay exact, and so many are quantised together.
     """
 
     bits: int = option(2, one_of=(2, 4, 8))
@@ -47,31 +46,21 @@ class Kivi(Base):
         return {8: 0.1, 4: 1.0, 2: 4.0}[self.bits]
 
     @property
-    def block(self) -> int:
-        return self.residual
+    def storage(self) -> Storage:
+        return Storage(block=self.residual)
 
-    def _along(self, role: str) -> str:
-        return "rows" if role == "k" else "channels"
+    def _groups(self, at: At) -> Groups:
+        return Groups.by_role(at.role, self.bits, self.group, self.residual)
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        codes, groups = block_sizes(self.block, width, self.bits, self.group, self._along(role))
-        half = ("float16", (groups,))
-        return {"": ("uint8", (codes,)), "scale": half, "least": half}
+    def parts(self, at: At) -> Layout:
+        return self._groups(at).parts(at.width)
 
-    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
-        codes, scale, least = group_quantize(x, self.bits, self.group, self._along(role))
-        return {"": codes, "scale": scale, "least": least}
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        return self._groups(at).encode(x)
 
-    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
-        decoded: Tensor = group_dequantize(
-            *parts.values(), self.bits, self.group, self._along(role), self.block, width
-        )
-        return decoded
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        return self._groups(at).decode(parts, at.width)
 
-    def bits_of(self, role: str, width: int) -> float:
-        codes, groups = block_sizes(self.block, width, self.bits, self.group, self._along(role))
-        return (8 * codes + 32 * groups) / (self.block * width)
-
-    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """No number is off by more than half a step of its group, but for the ends, which are float16."""
-        return near(x, back, self.bits, self.group, self._along(role))
+        return self._groups(at).near(x, back)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from accel.ir.axis import option
-from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
-from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec import At, Base, Layout
+from accel.passes.kv.codec._groups import Groups
 
 _BITS = (1, 2, 4, 8)
 
@@ -35,32 +35,18 @@ class KvAdaquant(Base):
         """Of random weights, where errors grow from layer to layer; below 4 bits it says no more than finite."""
         return {8: 0.5, 4: 2.0}.get(min(self.key_bits, self.value_bits), 8.0)
 
-    def _bits(self, role: str) -> int:
-        return self.key_bits if role == "k" else self.value_bits
+    def _groups(self, at: At) -> Groups:
+        return Groups(self.key_bits if at.role == "k" else self.value_bits, self.group, "channels")
 
-    def _sizes(self, role: str, width: int) -> tuple[int, int]:
-        return block_sizes(1, width, self._bits(role), self.group, "channels")
+    def parts(self, at: At) -> Layout:
+        return self._groups(at).parts(at.width)
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        codes, groups = self._sizes(role, width)
-        half = ("float16", (groups,))
-        return {"": ("uint8", (codes,)), "scale": half, "least": half}
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        return self._groups(at).encode(x.unsqueeze(-2))  # each token a block of its own
 
-    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
-        rows = x.unsqueeze(-2)  # each a block of its own
-        codes, scale, least = group_quantize(rows, self._bits(role), self.group, "channels")
-        return {"": codes, "scale": scale, "least": least}
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        return self._groups(at).decode(parts, at.width)
 
-    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
-        decoded: Tensor = group_dequantize(
-            *parts.values(), self._bits(role), self.group, "channels", 1, width
-        )
-        return decoded
-
-    def bits_of(self, role: str, width: int) -> float:
-        codes, groups = self._sizes(role, width)
-        return (8 * codes + 32 * groups) / width
-
-    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """No number is off by more than half a step of its group, but for the ends, which are float16."""
-        return near(x, back, self._bits(role), self.group, "channels")
+        return self._groups(at).near(x, back)

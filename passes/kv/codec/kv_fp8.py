@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel.ir.ops.codec import look_up_rows
-from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec import At, Base, Layout
 
 MOST = 448.0  # of E4M3FN
 _NAN = 127
@@ -30,11 +30,11 @@ class KvFp8(Base):
     error = 1.0  # of random weights, where errors grow from layer to layer
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"scaled": False},)
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        codes = ("uint8", (width,))
+    def parts(self, at: At) -> Layout:
+        codes = ("uint8", (at.width,))
         return {"": codes, "scale": ("float32", ())} if self.scaled else {"": codes}
 
-    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
         broken = x * 0  # NaN, where a number is none
         if not self.scaled:
             return {"": _codes(x, broken)}
@@ -42,15 +42,12 @@ class KvFp8(Base):
         broken = broken.sum(-1, keepdim=True)
         return {"": _codes(x / scale, broken), "scale": (scale + broken).squeeze(-1)}
 
-    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
         codes = parts[""]
         numbers: Tensor = look_up_rows(codes, _numbers(codes.device), parts.get("scale"))
         return numbers
 
-    def bits_of(self, role: str, width: int) -> float:
-        return 8 + 32 / width if self.scaled else 8
-
-    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """No number is off by more than a sixteenth of it, or half a step of the smallest ones."""
         if self.scaled:
             scale = x.abs().amax(-1, keepdim=True).clamp(min=_LEAST) / MOST

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from accel.ir.ops.codec import LEVELS, decode_rows, encode_rows
-from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec import At, Base, Layout
 
 
 @dataclass(frozen=True)
@@ -19,21 +20,18 @@ class KvInt8(Base):
 
     error = 0.5  # of random weights, where errors grow from layer to layer
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        return {"": ("int8", (width,)), "scale": ("float32", ())}
+    def parts(self, at: At) -> Layout:
+        return {"": ("int8", (at.width,)), "scale": ("float32", ())}
 
-    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
         q, scale = encode_rows(x)
         return {"": q, "scale": scale}
 
-    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
         decoded: Tensor = decode_rows(parts[""], parts["scale"])
         return decoded
 
-    def bits_of(self, role: str, width: int) -> float:
-        return 8 + 32 / width
-
-    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """No number is off by more than half a step of its row."""
         half = x.abs().amax(-1, keepdim=True) / (2 * LEVELS)
         return (back - x).abs() <= half * (1 + 1e-4)

@@ -16,9 +16,8 @@ from torch.nn.functional import pad
 from accel.ir.axis import option
 from accel.ir.ops.codec import look_up_rows
 from accel.ir.ops.groups import group_dequantize
-from accel.ir.tables import Rows, Tables
-from accel.ir.tables import Sizes as TableSizes
-from accel.passes.kv.codec import Base, Sizes
+from accel.ir.tables import Rows, Sizes, Tables
+from accel.passes.kv.codec import At, Base, Layout, Storage
 
 _BITS = {2: (2,), 3: (2, 1), 4: (4,)}  # of a code -> bits of it that lie together in bytes
 _SHARE = 0.01  # of a text's numbers that its ranges leave out
@@ -45,8 +44,6 @@ class Kvquant(Tables, Base):
     recent: int = option(32, least=1, most=1024)
     lacks = "codes weighted by the gradients of a loss; Q-Norm"
     key: ClassVar[str] = "kvquant"
-    together: ClassVar[bool] = True
-    unrotated: ClassVar[bool] = True
     error = 8.0  # of random weights, where errors grow from layer to layer
     small: ClassVar[Mapping[str, Any]] = {"recent": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
@@ -55,16 +52,12 @@ class Kvquant(Tables, Base):
     )
 
     @property
-    def block(self) -> int:
-        return self.recent
-
-    @property
-    def sinks(self) -> int:
-        return self.first
+    def storage(self) -> Storage:
+        return Storage(block=self.recent, sinks=self.first, together=True, unrotated=True)
 
     # What a text says
 
-    def sizes(self, width: int, heads: int) -> TableSizes:
+    def sizes(self, width: int, heads: int) -> Sizes:
         """The middle and half the range of each channel of keys; the points of 2, 3 and 4 bits, one after another."""
         points = sum(2**bits for bits in _BITS)
         ranges = {"key_middle": (heads, width), "key_half": (heads, width)}
@@ -90,40 +83,40 @@ class Kvquant(Tables, Base):
         """Outliers of a token on either side of its range."""
         return math.ceil(self.outliers * width / 2 - 1e-9)
 
-    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
-        codes = sum(-(-width * bits // 8) for bits in _BITS[self.bits])
-        count = 2 * self._each_side(width)
-        found: dict[str, tuple[str, Sizes]] = {
+    def parts(self, at: At) -> Layout:
+        codes = sum(-(-at.width * bits // 8) for bits in _BITS[self.bits])
+        count = 2 * self._each_side(at.width)
+        found: Layout = {
             "": ("uint8", (self.recent * codes,)),
             "outliers": ("float16", (self.recent * count,)),
-            "places": ("uint8", (self.recent * count * _place_bytes(width),)),
+            "places": ("uint8", (self.recent * count * _place_bytes(at.width),)),
         }
-        if role == "v":
+        if at.role == "v":
             found |= {name: ("float16", (self.recent,)) for name in ("middle", "half")}
         return found
 
-    def encode(self, role: str, x: Tensor, **constants: Tensor) -> dict[str, Tensor]:
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
         broken = (x.half().float() * 0).sum(
             -1, keepdim=True
         )  # NaN, where float16 has no such number
         x = torch.where(broken.isnan(), 0.0, x)
-        if role == "k":
-            middle, half = (constants[f"key_{n}"].flatten() for n in ("middle", "half"))
+        if at.role == "k":
+            middle, half = _ranges(at)
             size = (x - middle) / half
         else:
             size = x
-        side = self._each_side(int(x.shape[-1]))
+        side = self._each_side(at.width)
         above, below = size.topk(side, -1), size.topk(side, -1, largest=False)
         places = torch.cat((above.indices, below.indices), -1)
         found = {}
-        if role == "v":
+        if at.role == "v":
             middle, half = self._range(x)
             size = (x - middle) / half.float().clamp(min=_LEAST)
             found = {"middle": middle.half().squeeze(-1), "half": half.squeeze(-1)}
-        points = self._points(role, constants)
+        points = self._points(at)
         edges = (points[1:] + points[:-1]) / 2
         codes = (size[..., None] > edges).sum(-1)
-        lower = [places % 256, places // 256][: _place_bytes(int(x.shape[-1]))]
+        lower = [places % 256, places // 256][: _place_bytes(at.width)]
         return {
             "": _packed(codes, self.bits).flatten(-2),
             "outliers": (x.gather(-1, places) + broken).half().flatten(-2),
@@ -131,18 +124,16 @@ class Kvquant(Tables, Base):
             **found,
         }
 
-    def decode(
-        self, role: str, parts: dict[str, Tensor], width: int, **constants: Tensor
-    ) -> Tensor:
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
         rows = {name: x.unflatten(-1, (self.recent, -1)).flatten(2, 3) for name, x in parts.items()}
-        if role == "k":
-            middle, half = (constants[f"key_{n}"].flatten() for n in ("middle", "half"))
+        if at.role == "k":
+            middle, half = _ranges(at)
         else:
             middle, half = rows["middle"].float(), rows["half"].float().clamp(min=_LEAST)
-        codes = _unpacked(rows[""], self.bits, width)
-        x = look_up_rows(codes, self._points(role, constants)) * half + middle
+        codes = _unpacked(rows[""], self.bits, at.width)
+        x = look_up_rows(codes, self._points(at)) * half + middle
         outliers = rows["outliers"].float()
-        places, *high = rows["places"].long().chunk(_place_bytes(width), -1)
+        places, *high = rows["places"].long().chunk(_place_bytes(at.width), -1)
         for more in high:
             places = places + 256 * more
         broken = (outliers * 0).sum(-1, keepdim=True)
@@ -158,33 +149,33 @@ class Kvquant(Tables, Base):
         middle = (most / 2 + least / 2).half().float()
         return middle, torch.maximum(most - middle, middle - least).half()
 
-    def _points(self, role: str, constants: Mapping[str, Tensor]) -> Tensor:
+    def _points(self, at: At) -> Tensor:
         """[2^bits]."""
-        points = constants["key_points" if role == "k" else "value_points"]
+        points = at.constants["key_points" if at.role == "k" else "value_points"]
         return points[2**self.bits - 4 : 2 ** (self.bits + 1) - 4]
 
-    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
-        bits = {"uint8": 8, "float16": 16}
-        found = self.parts(role, width).values()
-        return sum(bits[dtype] * size for dtype, (size,) in found) / (self.recent * width)
-
-    def within(self, role: str, x: Tensor, back: Tensor, **constants: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """A number is float16, or no point is nearer than the one that it is read as; and of each token so many are the
         former as there are outliers.
         """
-        if role == "k":
-            middle, half = (constants[f"key_{n}"].flatten() for n in ("middle", "half"))
+        if at.role == "k":
+            middle, half = _ranges(at)
         else:
             middle, half = self._range(x)
             half = half.float().clamp(min=_LEAST)
         off = (back - x).abs()
         rounded = off <= x.abs() * 2**-10 + 1e-7
         nearest = torch.full_like(x, torch.inf)
-        for point in self._points(role, constants):
+        for point in self._points(at):
             nearest = torch.minimum(nearest, (middle + half * point - x).abs())
         slack = (x.abs() + half) * 1e-5 + 1e-7
-        many = rounded.sum(-1, keepdim=True) >= min(2 * self._each_side(x.shape[-1]), x.shape[-1])
+        many = rounded.sum(-1, keepdim=True) >= min(2 * self._each_side(at.width), at.width)
         return (rounded | (off <= nearest + slack)) & many
+
+
+def _ranges(at: At) -> tuple[Tensor, Tensor]:
+    """The middle and half the range of each channel of keys [G D]."""
+    return at.constants["key_middle"].flatten(), at.constants["key_half"].flatten()
 
 
 def _place_bytes(width: int) -> int:

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from accel.ir.axis import option
 from accel.ir.errors import RecipeError
-from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
 from accel.ir.tables import Observed, Rows
-from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec import At, Base, Layout, Storage
+from accel.passes.kv.codec._groups import Groups
 from accel.passes.trained import Fitted, Parts
 
-_BITS = {"float32": 32, "float16": 16, "uint8": 8}
 _SPARSE = 0.06  # what a channel costs while it is learnt which are needed
 _FIRST = 10 / 11  # of the training: the first of its two stages
 _QUERIES = 64  # of a row, which its loss asks
@@ -49,7 +48,6 @@ class LeanK(Fitted, Base):
     bits: int = option(32, one_of=(4, 32))
     group: int = option(64, least=1, most=1024)
     key: ClassVar[str] = "leank"
-    together: ClassVar[bool] = True
     error = 8.0  # of random weights, whose channels are all needed
     small: ClassVar[Mapping[str, Any]] = {
         "window": 8,
@@ -72,8 +70,8 @@ class LeanK(Fitted, Base):
             )
 
     @property
-    def block(self) -> int:
-        return self.window
+    def storage(self) -> Storage:
+        return Storage(block=self.window, sinks=self.sinks, together=True)
 
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
         return {"alpha": (heads, -1)}
@@ -157,52 +155,42 @@ class LeanK(Fitted, Base):
             found[layer] = {"channels": channels, "place": place}
         return found
 
-    def _groups(self, role: str) -> tuple[int, str]:
-        return self.group, "rows" if role == "k" else "channels"
+    def _groups(self, at: At) -> Groups:
+        return Groups.by_role(at.role, self.bits, self.group, self.window)
 
-    def parts(
-        self, role: str, width: int, channels: Tensor, place: Tensor
-    ) -> dict[str, tuple[str, Sizes]]:
-        count = int(channels.shape[0]) if role == "k" else width
+    def _count(self, at: At) -> int:
+        """Numbers of a token that are kept."""
+        return int(at.constants["channels"].shape[0]) if at.role == "k" else at.width
+
+    def parts(self, at: At) -> Layout:
         if self.bits == 32:
-            return {"": ("float32", (self.window * count,))}
-        codes, groups = block_sizes(self.window, count, self.bits, *self._groups(role))
-        half = ("float16", (groups,))
-        return {"": ("uint8", (codes,)), "scale": half, "least": half}
+            return {"": ("float32", (self.window * self._count(at),))}
+        return self._groups(at).parts(self._count(at))
 
-    def encode(self, role: str, x: Tensor, channels: Tensor, place: Tensor) -> dict[str, Tensor]:
-        if role == "k":  # what is no number spoils its token, though its channel be dropped
-            x = x.index_select(-1, channels) + (x * 0).sum(-1, keepdim=True)
-        if self.bits == 32:
-            return {"": x.flatten(-2)}
-        codes, scale, least = group_quantize(x, self.bits, *self._groups(role))
-        return {"": codes, "scale": scale, "least": least}
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        if at.role == "k":  # what is no number spoils its token, though its channel be dropped
+            x = x.index_select(-1, at.constants["channels"]) + (x * 0).sum(-1, keepdim=True)
+        return {"": x.flatten(-2)} if self.bits == 32 else self._groups(at).encode(x)
 
-    def decode(
-        self, role: str, parts: dict[str, Tensor], width: int, channels: Tensor, place: Tensor
-    ) -> Tensor:
-        count = int(channels.shape[0]) if role == "k" else width
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        count = self._count(at)
         if self.bits == 32:
             back = parts[""].unflatten(-1, [self.window, count]).flatten(2, 3)
         else:
-            groups = self._groups(role)
-            back = group_dequantize(*parts.values(), self.bits, *groups, self.window, count)
-        if role == "k":
+            back = self._groups(at).decode(parts, count)
+        if at.role == "k":
+            place = at.constants["place"]
             back = torch.cat((back, back[..., :1] * 0), -1).index_select(-1, place)
         found: Tensor = back
         return found
 
-    def bits_of(self, role: str, width: int, channels: Tensor, place: Tensor) -> float:
-        found = self.parts(role, width, channels, place).values()
-        taken = sum(_BITS[dtype] * size for dtype, (size,) in found)
-        return taken / (self.window * width)
-
-    def within(self, role: str, x: Tensor, back: Tensor, channels: Tensor, place: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """What is kept is as it was, or within half a step; what is not is 0. bool, one for each block."""
         none = torch.ones(x.shape[:3], dtype=torch.bool)
-        if role == "k":
+        if at.role == "k":
+            channels, place = at.constants["channels"], at.constants["place"]
             none = (back[..., place == len(channels)] == 0).flatten(3).all(-1)
             x, back = x[..., channels], back[..., channels]
-        same = back == x if self.bits == 32 else near(x, back, self.bits, *self._groups(role))
+        same = back == x if self.bits == 32 else self._groups(at).near(x, back)
         found: Tensor = none & same.flatten(3).all(-1)
         return found

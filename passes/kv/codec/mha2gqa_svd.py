@@ -12,10 +12,9 @@ from torch import Tensor
 
 from accel.ir.axis import option
 from accel.ir.errors import PassError
-from accel.ir.tables import Rows, Tables
-from accel.ir.tables import Sizes as TableSizes
-from accel.passes.kv.codec import Base, Sizes
-from accel.passes.kv.codec._principal import principal
+from accel.ir.tables import Rows, Sizes, Tables
+from accel.passes.kv.codec import At, Base, Layout, Storage
+from accel.passes.kv.codec._principal import basis_of, principal
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,11 @@ class Mha2gqaSvd(Tables, Base):
 
     heads: int = option(2, least=1, most=64)
     key: ClassVar[str] = "mha2gqa-svd"
-    together: ClassVar[bool] = True
-    unrotated: ClassVar[bool] = True
     error = 8.0  # of random weights, whose heads have no common directions
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"heads": 1}, {"heads": 4})
     small: ClassVar[Mapping[str, Any]] = {"heads": 2}
 
-    def sizes(self, width: int, heads: int) -> TableSizes:
+    def sizes(self, width: int, heads: int) -> Sizes:
         """Raises PassError where the heads are no multiple."""
         if heads % self.heads:
             raise PassError(
@@ -58,37 +55,25 @@ class Mha2gqaSvd(Tables, Base):
             for i, of in found.items()
         }
 
-    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
-        return {"": ("float32", (width // self.heads,))}
+    @property
+    def storage(self) -> Storage:
+        return Storage(together=True, unrotated=True)
 
-    def encode(
-        self, role: str, x: Tensor, key_basis: Tensor, value_basis: Tensor
-    ) -> dict[str, Tensor]:
-        basis = key_basis if role == "k" else value_basis
-        return {"": _times(x, basis)}
+    def parts(self, at: At) -> Layout:
+        return {"": ("float32", (at.width // self.heads,))}
 
-    def decode(
-        self,
-        role: str,
-        parts: dict[str, Tensor],
-        width: int,
-        key_basis: Tensor,
-        value_basis: Tensor,
-    ) -> Tensor:
-        basis = key_basis if role == "k" else value_basis
-        return _times(parts[""], basis.mT)
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        return {"": _times(x, basis_of(at))}
 
-    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
-        return 32 / self.heads
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        return _times(parts[""], basis_of(at).mT)
 
-    def within(
-        self, role: str, x: Tensor, back: Tensor, key_basis: Tensor, value_basis: Tensor
-    ) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """What is lost has no part in the directions that are stored, and what is read no part outside them."""
-        basis = key_basis if role == "k" else value_basis
+        basis = basis_of(at)
         lost = _times(x - back, basis).norm(dim=-1)
-        beside = (back - _times(_times(back, basis), basis.mT)).norm(dim=-1)
-        right: Tensor = (lost + beside) <= 1e-4 * x.norm(dim=-1) + 1e-30
+        outside = (back - _times(_times(back, basis), basis.mT)).norm(dim=-1)
+        right: Tensor = (lost + outside) <= 1e-4 * x.norm(dim=-1) + 1e-30
         return right
 
 

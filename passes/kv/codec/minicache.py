@@ -11,17 +11,17 @@ from torch import Tensor
 
 from accel.ir.axis import option
 from accel.ir.errors import RecipeError
-from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near, spread
-from accel.passes.kv.codec import Base, Sizes
+from accel.ir.ops.groups import spread
+from accel.passes.kv.codec import AcrossLayers, At, Base, Layout, Storage
+from accel.passes.kv.codec._groups import Groups
 
-_BITS = {"float16": 16, "float32": 32, "uint8": 8}
 _FLOATS = {16: "float16", 32: "float32"}
 _STRAIGHT = 1e-4  # angles up to this, and up to this from a half turn
 _TINY = 1e-30
 
 
 @dataclass(frozen=True)
-class Minicache(Base):
+class Minicache(AcrossLayers, Base):
     """Of layers in pairs from L/2 on, a token's x1 and x2 of a head are |x1| e and |x2| e: one direction e between
     theirs on the sphere, `deeper` of the way to that of the deeper layer, and both lengths. The lower layer stores e.
 
@@ -38,7 +38,6 @@ class Minicache(Base):
     deeper: float = option(0.6, least=0, most=1)
     retain: float = option(0.05, least=0, most=1)
     key: ClassVar[str] = "minicache"
-    spans: ClassVar[bool] = True
     error = 8.0  # of random weights, whose layers have nothing in common
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
@@ -56,8 +55,8 @@ class Minicache(Base):
             )
 
     @property
-    def block(self) -> int:
-        return self.residual
+    def storage(self) -> Storage:
+        return Storage(block=self.residual)
 
     def place(self, layer: int, layers: int) -> str:
         after = layer - layers // 2
@@ -74,42 +73,33 @@ class Minicache(Base):
         """Tokens of a block that stay as they are."""
         return round(self.retain * self.residual)
 
-    def _along(self, role: str) -> str:
-        return "rows" if role == "k" else "channels"
+    def _groups(self, at: At) -> Groups:
+        return Groups.by_role(at.role, self.bits, self.group, self.residual)
 
-    def parts(self, role: str, width: int, place: str) -> dict[str, tuple[str, Sizes]]:
-        found = dict[str, tuple[str, Sizes]]()
+    def parts(self, at: At) -> Layout:
         if self.bits in _FLOATS:
-            found[""] = (_FLOATS[self.bits], (self.residual * width,))
+            found: Layout = {"": (_FLOATS[self.bits], (self.residual * at.width,))}
         else:
-            codes, groups = block_sizes(self.block, width, self.bits, self.group, self._along(role))
-            half = ("float16", (groups,))
-            found = {"": ("uint8", (codes,)), "scale": half, "least": half}
-        if place == "alone":
+            found = self._groups(at).parts(at.width)
+        if at.place == "alone":
             return found
-        size: tuple[str, Sizes] = ("float32", (self.residual,))
-        found = {**found, "size": size} if place == "lower" else {"": size}
+        size = ("float32", (self.residual,))
+        found = {**found, "size": size} if at.place == "lower" else {"": size}
         if self._most:
-            found["own"] = ("float32" if self.bits == 32 else "float16", (self._most * width,))
+            found["own"] = ("float32" if self.bits == 32 else "float16", (self._most * at.width,))
             found["token"] = ("uint8", (self._most,))
         return found
 
-    def encode(
-        self,
-        role: str,
-        x: Tensor,
-        place: str,
-        above: Tensor | None = None,
-        beneath: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        if place == "alone":
-            return self._stored(role, x)
-        pair = _pair(x, above, beneath)
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        if at.place == "alone":
+            return self._stored(at, x)
+        pair = _pair(at, x)
         spoilt = sum((y.half().float() * 0).sum((-2, -1), keepdim=True) for y in pair)
         shared, angle = self._merged(*pair)
         x = x + spoilt  # no number: none of its block
         sizes = _size(x).clamp(min=_TINY).flatten(-2)
-        found = {**self._stored(role, shared), "size": sizes} if place == "lower" else {"": sizes}
+        lower = at.place == "lower"
+        found = {**self._stored(at, shared), "size": sizes} if lower else {"": sizes}
         if self._most:
             token = self._retained(angle)
             own = x.gather(-2, token[..., None].expand(*token.shape, x.shape[-1]))
@@ -117,26 +107,19 @@ class Minicache(Base):
             found["token"] = token.to(torch.uint8)
         return found
 
-    def decode(
-        self,
-        role: str,
-        parts: dict[str, Tensor],
-        width: int,
-        place: str,
-        read: Tensor | None = None,
-    ) -> Tensor:
-        if place == "alone":
-            return self._read(role, parts, width)
-        if read is None:
-            shared = self._read(role, parts, width).unflatten(2, [-1, self.block])
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        if at.place == "alone":
+            return self._read(at, parts)
+        if at.place == "lower":
+            shared = self._read(at, parts).unflatten(2, [-1, self.residual])
             size = parts["size"]
         else:
-            shared, size = read, parts[""]
+            shared, size = at.context["read"], parts[""]
         back = _direction(shared) * size[..., None]
         if self._most:
             token = parts["token"].long()[..., None]
-            own = parts["own"].float().unflatten(-1, [self._most, width])
-            back = back.scatter(-2, token.expand(*token.shape[:-1], width), own)
+            own = parts["own"].float().unflatten(-1, [self._most, at.width])
+            back = back.scatter(-2, token.expand(*token.shape[:-1], at.width), own)
         found: Tensor = back.flatten(2, 3)
         return found
 
@@ -157,50 +140,33 @@ class Minicache(Base):
         found: Tensor = angle.topk(self._most, dim=-1).indices
         return found
 
-    def _stored(self, role: str, x: Tensor) -> dict[str, Tensor]:
+    def _stored(self, at: At, x: Tensor) -> dict[str, Tensor]:
         if self.bits in _FLOATS:
             return {"": x.to(getattr(torch, _FLOATS[self.bits])).flatten(-2)}
-        codes, scale, least = group_quantize(x, self.bits, self.group, self._along(role))
-        return {"": codes, "scale": scale, "least": least}
+        return self._groups(at).encode(x)
 
-    def _read(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+    def _read(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
         if self.bits in _FLOATS:
-            back: Tensor = parts[""].float().unflatten(-1, [self.residual, width]).flatten(2, 3)
+            back: Tensor = parts[""].float().unflatten(-1, [self.residual, at.width]).flatten(2, 3)
             return back
-        codes, scale, least = (parts[name] for name in ("", "scale", "least"))
-        found: Tensor = group_dequantize(
-            codes, scale, least, self.bits, self.group, self._along(role), self.block, width
-        )
-        return found
+        return self._groups(at).decode(parts, at.width)
 
-    def bits_of(self, role: str, width: int, place: str) -> float:
-        found = self.parts(role, width, place).values()
-        return sum(_BITS[dtype] * size for dtype, (size,) in found) / (self.residual * width)
-
-    def within(
-        self,
-        role: str,
-        x: Tensor,
-        back: Tensor,
-        place: str,
-        above: Tensor | None = None,
-        beneath: Tensor | None = None,
-    ) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """Alone: as near as their bits allow. Of a pair tokens keep their lengths, and are no further off than
         the shared direction and its rounding are; those that are retained are as they were. bool, one for each token.
         """
         half = x.abs() * 2**-10 + 1e-7
-        if place == "alone":
-            if self.bits in _FLOATS:
-                return (back - x).abs() <= half
-            return near(x, back, self.bits, self.group, self._along(role))
-        pair = _pair(x, above, beneath)
+        if at.place == "alone":
+            return (
+                (back - x).abs() <= half if self.bits in _FLOATS else self._groups(at).near(x, back)
+            )
+        pair = _pair(at, x)
         shared, angle = self._merged(*pair)
         size = _size(x)
         rounding = torch.full_like(size, 2**-10 * x.shape[-1] ** 0.5)
         if self.bits not in _FLOATS:
-            scale = self._stored(role, shared)["scale"].float() / 2
-            step = spread(scale, self.block, int(x.shape[-1]), self.group, self._along(role))
+            scale = self._stored(at, shared)["scale"].float() / 2
+            step = spread(scale, self.residual, at.width, self.group, self._groups(at).along)
             rounding = rounding + step.norm(dim=-1, keepdim=True)
         off = (back - x).norm(dim=-1, keepdim=True)
         merged = (
@@ -217,12 +183,9 @@ class Minicache(Base):
         return found
 
 
-def _pair(x: Tensor, above: Tensor | None, beneath: Tensor | None) -> tuple[Tensor, Tensor]:
+def _pair(at: At, x: Tensor) -> tuple[Tensor, Tensor]:
     """The lower layer's numbers and the upper one's, of which x are one."""
-    if above is not None:
-        return x, above
-    assert beneath is not None
-    return beneath, x
+    return (x, at.context["above"]) if at.place == "lower" else (at.context["beneath"], x)
 
 
 def _size(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from accel.ir.axis import option
 from accel.ir.ops.groups import packed
 from accel.ir.ops.patched import spread_rows
-from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec import At, Base, Layout, Storage
 
 
 @dataclass(frozen=True)
@@ -29,40 +29,37 @@ class Mustafar(Base):
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"sparsity": 0.5}, {"sparsity": 0.0})
 
     @property
-    def block(self) -> int:
-        return self.recent
+    def storage(self) -> Storage:
+        return Storage(block=self.recent)
 
     def _stay(self, width: int) -> int:
         return max(1, math.ceil((1 - self.sparsity) * width - 1e-9))
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        kept = ("float16", (self.block * self._stay(width),))
-        return {"": kept, "mask": ("uint8", (self.block * -(-width // 8),))}
+    def parts(self, at: At) -> Layout:
+        kept = ("float16", (self.recent * self._stay(at.width),))
+        return {"": kept, "mask": ("uint8", (self.recent * -(-at.width // 8),))}
 
-    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
-        width = int(x.shape[-1])
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        width, stay = at.width, self._stay(at.width)
         size = torch.nan_to_num(x.abs(), nan=torch.inf, posinf=torch.inf)  # what is no number stays
-        least = size.topk(self._stay(width), dim=-1).values[..., -1:]
+        least = size.topk(stay, dim=-1).values[..., -1:]
         more, same = size > least, size == least  # of equal ones the first
-        room = self._stay(width) - more.sum(-1, keepdim=True)
+        room = stay - more.sum(-1, keepdim=True)
         stays = more | (same & (same.cumsum(-1) <= room))
         back = width - torch.arange(width, device=x.device)
-        first = torch.where(stays, back, 0).topk(self._stay(width), dim=-1).values
+        first = torch.where(stays, back, 0).topk(stay, dim=-1).values
         return {
             "": x.gather(-1, width - first).half().flatten(-2),
             "mask": packed(stays.long(), 1).flatten(-2),
         }
 
-    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
-        back: Tensor = spread_rows(parts[""], parts["mask"], self.block, width)
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        back: Tensor = spread_rows(parts[""], parts["mask"], self.recent, at.width)
         return back
 
-    def bits_of(self, role: str, width: int) -> float:
-        return (16 * self._stay(width) + 8 * -(-width // 8)) / width
-
-    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """What stays is rounded to float16; what does not is no larger than anything that stays."""
-        least = x.abs().topk(self._stay(x.shape[-1]), dim=-1).values[..., -1:]
+        least = x.abs().topk(self._stay(at.width), dim=-1).values[..., -1:]
         near = (back - x).abs() <= x.abs() * 2**-10 + 1e-7
-        many = (back != 0).sum(-1, keepdim=True) <= self._stay(x.shape[-1])
+        many = (back != 0).sum(-1, keepdim=True) <= self._stay(at.width)
         return many & (near | ((back == 0) & (x.abs() <= least)))

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from accel.ir.axis import option
 from accel.ir.ops.codec import decode_static, encode_static, ends
-from accel.ir.tables import Rows, Tables
-from accel.ir.tables import Sizes as TableSizes
-from accel.passes.kv.codec import Base, Sizes
+from accel.ir.tables import Rows, Sizes, Tables
+from accel.passes.kv.codec import At, Base, Layout, Storage
 from accel.passes.trained import Parts
 
 _BITS = (4, 8)  # that the operator has; one number for keys and values
@@ -35,7 +34,6 @@ class OrtGqaKv(Tables, Base):
     bits: int = option(8, one_of=_BITS)
     channels: bool = True
     key: ClassVar[str] = "ort-gqa-kv"
-    saturates: ClassVar[bool] = True
     error = 8.0  # of random weights, where errors grow from layer to layer
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"channels": False},
@@ -43,7 +41,7 @@ class OrtGqaKv(Tables, Base):
         {"bits": 4, "channels": False},
     )
 
-    def sizes(self, width: int, heads: int) -> TableSizes:
+    def sizes(self, width: int, heads: int) -> Sizes:
         """The largest number of each channel."""
         return {f"{name}_most": (heads, width) for name in _NAMES.values()}
 
@@ -71,26 +69,28 @@ class OrtGqaKv(Tables, Base):
     def _ranges(self, most: Tensor) -> Tensor:
         return (most if self.channels else most.amax().reshape(1, 1)).clamp(min=_LEAST)
 
-    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
-        return {"": ("int8", (width,)) if self.bits == 8 else ("uint8", (-(-width // 2),))}
+    @property
+    def storage(self) -> Storage:
+        return Storage(saturates=True)
 
-    def encode(self, role: str, x: Tensor, **constants: Tensor) -> dict[str, Tensor]:
-        return {"": encode_static(x, constants[f"{_NAMES[role]}_scale"], self.bits)}
+    def parts(self, at: At) -> Layout:
+        return {"": ("int8", (at.width,)) if self.bits == 8 else ("uint8", (-(-at.width // 2),))}
 
-    def decode(
-        self, role: str, parts: dict[str, Tensor], width: int, **constants: Tensor
-    ) -> Tensor:
-        scale = constants[f"{_NAMES[role]}_scale"]
-        decoded: Tensor = decode_static(parts[""], scale, self.bits, width)
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        return {"": encode_static(x, _scale(at), self.bits)}
+
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        decoded: Tensor = decode_static(parts[""], _scale(at), self.bits, at.width)
         return decoded
 
-    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
-        return 8 if self.bits == 8 else 8 * -(-width // 2) / width
-
-    def within(self, role: str, x: Tensor, back: Tensor, **constants: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """No number is off by more than half a step, from the range's nearest end where it is beyond."""
-        scale = constants[f"{_NAMES[role]}_scale"].unsqueeze(1)
+        scale = _scale(at).unsqueeze(1)
         least, most = ends(self.bits)
         held = torch.minimum(torch.maximum(x, least * scale), most * scale)
         slack = scale * 0.5 + held.abs() * 1e-6
         return (back - held).abs() <= slack * (1 + 1e-4)
+
+
+def _scale(at: At) -> Tensor:
+    return at.constants[f"{_NAMES[at.role]}_scale"]

@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from accel.ir.axis import option
-from accel.ir.ops.groups import (
-    block_sizes,
-    group_dequantize,
-    group_quantize,
-    near_by,
-    packed,
-    spread,
-)
-from accel.passes.kv.codec import Base, Sizes
+from accel.ir.ops.groups import near_by, packed, spread
+from accel.passes.kv.codec import At, Base, Layout, Storage
+from accel.passes.kv.codec._groups import Groups
 
 _BITS = 4  # of either half
 _SPAN = 2**_BITS - 1  # steps between the ends of a group
@@ -36,45 +30,35 @@ class QuantspecKv(Base):
 
     group: int = option(128, least=1, most=1024)
     key: ClassVar[str] = "quantspec-kv"
-    coarse: ClassVar[tuple[str, ...]] = ("", "scale", "least")
     error = 0.1  # of random weights, where errors grow from layer to layer
     small: ClassVar[Mapping[str, Any]] = {"group": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"group": 6},)
 
     @property
-    def block(self) -> int:
-        return self.group
+    def storage(self) -> Storage:
+        return Storage(block=self.group, coarse=("", "scale", "least"))
 
-    def _along(self, role: str) -> str:
-        return "rows" if role == "k" else "channels"
+    def _upper(self, at: At) -> Groups:
+        return Groups.by_role(at.role, _BITS, self.group, self.group)
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        codes, groups = block_sizes(self.block, width, _BITS, self.group, self._along(role))
-        half, nibbles = ("float16", (groups,)), ("uint8", (codes,))
-        return {"": nibbles, "scale": half, "least": half, "lower": nibbles}
+    def parts(self, at: At) -> Layout:
+        found = self._upper(at).parts(at.width)
+        return {**found, "lower": found[""]}
 
-    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
-        width, along = int(x.shape[-1]), self._along(role)
-        upper, scale, least = group_quantize(x, _BITS, self.group, along)
-        found = {"": upper, "scale": scale, "least": least}
-        lost = x - self.decode(role, found, width).unflatten(2, (-1, self.block))
-        step = spread(scale.float() / _FINER, self.block, width, self.group, along)
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        upper = self._upper(at)
+        found = upper.encode(x)
+        lost = x - upper.blocks(found, at.width)
+        scale = found["scale"].float() / _FINER
+        step = spread(scale, self.group, at.width, self.group, upper.along)
         steps = (lost / step).round().clamp(-_FINER // 2, _FINER // 2 - 1)
         steps = torch.where(steps.isnan(), 0, steps + _FINER // 2)
         return {**found, "lower": packed(steps.long(), _BITS).flatten(-2)}
 
-    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
         """Of the upper bits alone, or of both."""
-        back: Tensor = group_dequantize(
-            parts[""], parts["scale"], parts["least"], _BITS, self.group, self._along(role), self.block, width,
-            parts.get("lower"),
-        )  # fmt: skip
-        return back
+        return self._upper(at).decode(parts, at.width, parts.get("lower"))
 
-    def bits_of(self, role: str, width: int) -> float:
-        codes, groups = block_sizes(self.block, width, _BITS, self.group, self._along(role))
-        return (16 * codes + 32 * groups) / (self.block * width)
-
-    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """No number is off by more than a step of 8 bits; half of one, but where 8 of them were to be added."""
-        return near_by(x, back, 1 / _SPAN / _FINER, self.group, self._along(role))
+        return near_by(x, back, 1 / _SPAN / _FINER, self.group, self._upper(at).along)

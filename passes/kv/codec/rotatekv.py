@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from accel.ir.axis import option
-from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
-from accel.ir.tables import Rows, Tables
-from accel.ir.tables import Sizes as TableSizes
-from accel.passes.kv.codec import Base, Sizes
+from accel.ir.tables import Rows, Sizes, Tables
+from accel.passes.kv.codec import At, Base, Layout, Storage
+from accel.passes.kv.codec._groups import Groups
 
 _HEADS = 4  # that keys are rotated over together
 
@@ -38,8 +37,6 @@ class Rotatekv(Tables, Base):
     first: int = option(4, least=0, most=64)
     recent: int = option(32, least=1, most=1024)
     key: ClassVar[str] = "rotatekv"
-    together: ClassVar[bool] = True
-    unrotated: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "first": 2, "recent": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"bits": 4, "group": 16},
@@ -52,14 +49,10 @@ class Rotatekv(Tables, Base):
         return {8: 0.5, 4: 2.0, 2: 8.0}[self.bits]
 
     @property
-    def block(self) -> int:
-        return self.recent
+    def storage(self) -> Storage:
+        return Storage(block=self.recent, sinks=self.first, together=True, unrotated=True)
 
-    @property
-    def sinks(self) -> int:
-        return self.first
-
-    def sizes(self, width: int, heads: int) -> TableSizes:
+    def sizes(self, width: int, heads: int) -> Sizes:
         return {"order": (heads, width)}
 
     def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
@@ -74,48 +67,39 @@ class Rotatekv(Tables, Base):
             for i, x in sums.items()
         }
 
-    def _sizes(self, width: int) -> tuple[int, int]:
-        return block_sizes(self.recent, width, self.bits, self.group, "channels")
+    @property
+    def _groups(self) -> Groups:
+        return Groups(self.bits, self.group, "channels", self.recent)
 
-    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
-        codes, groups = self._sizes(width)
-        half = ("float16", (groups,))
-        return {"": ("uint8", (codes,)), "scale": half, "least": half}
+    def parts(self, at: At) -> Layout:
+        return self._groups.parts(at.width)
 
-    def encode(self, role: str, x: Tensor, order: Tensor) -> dict[str, Tensor]:
-        turned = self.turned(role, x, order)
-        codes, scale, least = group_quantize(turned, self.bits, self.group, "channels")
-        return {"": codes, "scale": scale, "least": least}
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        return self._groups.encode(self.turned(at, x))
 
-    def decode(self, role: str, parts: dict[str, Tensor], width: int, order: Tensor) -> Tensor:
-        turned = group_dequantize(
-            *parts.values(), self.bits, self.group, "channels", self.recent, width
-        )
-        return self.turned_back(role, turned, order)
+    def decode(self, at: At, parts: Mapping[str, Tensor]) -> Tensor:
+        return self.turned_back(at, self._groups.decode(parts, at.width))
 
-    def turned(self, role: str, x: Tensor, order: Tensor) -> Tensor:
+    def turned(self, at: At, x: Tensor) -> Tensor:
         """x [...,G D] -> what is quantised of it: rotated, in order, and no larger than x, for float16."""
-        size = _rotation(role, order)
+        order = at.constants["order"]
+        size = _rotation(at.role, order)
         x = _rotated(x, size) / size
-        return x[..., order.flatten()] if role == "k" else x
+        return x[..., order.flatten()] if at.role == "k" else x
 
-    def turned_back(self, role: str, x: Tensor, order: Tensor) -> Tensor:
+    def turned_back(self, at: At, x: Tensor) -> Tensor:
         """What `turned` did, undone."""
-        x = x[..., order.flatten().argsort()] if role == "k" else x
-        return _rotated(x, _rotation(role, order))
+        order = at.constants["order"]
+        x = x[..., order.flatten().argsort()] if at.role == "k" else x
+        return _rotated(x, _rotation(at.role, order))
 
-    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
-        codes, groups = self._sizes(width)
-        return (8 * codes + 32 * groups) / (self.recent * width)
-
-    def within(self, role: str, x: Tensor, back: Tensor, order: Tensor) -> Tensor:
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """Of what is quantised no number is off by more than half a step of its group, but for the ends, which are
         float16, and rounding of the rotations.
         """
-        want, got = (self.turned(role, one, order) for one in (x, back))
+        want, got = (self.turned(at, one) for one in (x, back))
         off = 1e-6 * x.norm(dim=-1, keepdim=True)
-        got = got + (want - got).clamp(-off, off)
-        return near(want, got, self.bits, self.group, "channels")
+        return self._groups.near(want, got + (want - got).clamp(-off, off))
 
 
 def _rotation(role: str, order: Tensor) -> int:

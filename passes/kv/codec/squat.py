@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from accel.ir.axis import option
-from accel.ir.ops.groups import group_dequantize, group_quantize
+from accel.passes.kv.codec import At, Storage
 from accel.passes.kv.codec._directions import largest
+from accel.passes.kv.codec._groups import Groups
 from accel.passes.kv.codec.kivi import Kivi
 
 
@@ -28,29 +29,29 @@ class SQuat(Kivi):
     weight: float = option(0.001, least=0)
     directions: int = option(5, least=1, most=16)
     channels: int = option(32, least=1, most=1024)
-    queries: ClassVar[bool] = True
     key: ClassVar[str] = "squat"
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"bits": 4, "channels": 8},
         {"weight": 0.0, "group": 8, "residual": 24},
     )
 
-    def encode(self, role: str, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """queries: [B,G,D,D], of keys."""
-        if role == "k" and queries is not None:
-            x = self._shifted(x, queries, None)
-        return super().encode(role, x)
+    @property
+    def storage(self) -> Storage:
+        return replace(super().storage, queries=True)
 
-    def within(self, role: str, x: Tensor, back: Tensor, queries: Tensor | None = None) -> Tensor:
+    def encode(self, at: At, x: Tensor) -> dict[str, Tensor]:
+        return super().encode(at, self._shifted(x, at.context.get("queries"), None))
+
+    def within(self, at: At, x: Tensor, back: Tensor) -> Tensor:
         """No number is off by more than half a step of its group from what it became by the errors before it."""
-        if role == "k" and queries is not None:
-            x = self._shifted(x, queries, back)
-        return super().within(role, x, back)
+        return super().within(at, self._shifted(x, at.context.get("queries"), back), back)
 
-    def _shifted(self, x: Tensor, queries: Tensor, back: Tensor | None) -> Tensor:
-        """Keys [B,G,P,R,D] as they are rounded: less what the errors of channels before them push into them. back:
-        what was read of them; None: what rounding gives.
+    def _shifted(self, x: Tensor, queries: Tensor | None, back: Tensor | None) -> Tensor:
+        """Keys [B,G,P,R,D] as they are rounded: less what the errors of channels before them push into them. queries:
+        their products [B,G,D,D]; None, of values: x. back: what was read of them; None: what rounding gives.
         """
+        if queries is None:
+            return x
         width = int(x.shape[-1])
         cuts = [*range(0, width, self.channels), width]
         found = list(x.split(self.channels, -1))
@@ -67,11 +68,8 @@ class SQuat(Kivi):
 
     def _read(self, x: Tensor) -> Tensor:
         """Channels of keys as they are read back."""
-        rows, width = int(x.shape[-2]), int(x.shape[-1])
-        how = (self.bits, self.group, "rows")
-        back: Tensor = group_dequantize(*group_quantize(x, *how), *how, rows, width)
-        found: Tensor = back.unflatten(2, (-1, rows))
-        return found
+        groups = Groups.by_role("k", self.bits, self.group, self.residual)
+        return groups.blocks(groups.encode(x), int(x.shape[-1]))
 
 
 def _subspace(products: Tensor, count: int) -> Tensor:

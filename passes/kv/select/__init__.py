@@ -6,7 +6,7 @@ attention. Most methods are two pure functions, a summary of a page's keys and a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -21,7 +21,7 @@ from accel.ir.selection import Selection
 from accel.ir.sizes import FEW
 from accel.ir.state import Home, Part
 from accel.ir.tables import Tables
-from accel.passes import Inserted, Pass, Report
+from accel.passes import Pass, Report, Rewriting
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select._build import Build
 from accel.passes.kv.select._sites import dense, house, other_list
@@ -62,7 +62,7 @@ MAPPED = Layout(homes={Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED})  # the
 
 
 @dataclass(frozen=True)
-class Base(Inserted, Method, ABC):
+class Base(Rewriting, Method, ABC):
     """A method of the axis: sparse attention over lists of pages, of `page` slots each.
 
     Calls of more than FEW tokens attend to all pages, as do the first `dense_layers` layers, and all layers while the
@@ -111,15 +111,15 @@ class Base(Inserted, Method, ABC):
     def finish(self, program: Program) -> None:
         """Add what sessions run between steps, once layers read lists."""
 
-    def inserted(self) -> Select:
-        return Select(self)
+    def steps(self) -> Sequence[Pass]:
+        return [Select(self)]
 
 
 @dataclass(frozen=True)
 class Select(Pass):
     """Each layer that may reads the list that it, or a layer before it, chose."""
 
-    method: Base
+    selector: Base
 
     after = (Cache, Head)
     must_change = True
@@ -127,8 +127,8 @@ class Select(Pass):
     stage = 1  # after what is kept, which it leaves alone, and codecs: pages are of keys as they are stored
 
     @property
-    def of(self) -> Base:
-        return self.method
+    def method(self) -> Base:
+        return self.selector
 
     @property
     def grade(self) -> str:  # type: ignore[override]

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from accel.compiler.load.gguf import Base
-from accel.compiler.load.gguf._blocks import stored
 from accel.compiler.load.gguf._file import GgufTensor
 from accel.ir.weights import Stored
 
@@ -22,13 +21,9 @@ class Gemma(Base):
     def config(self) -> dict[str, Any]:
         return {**super().config(), "hidden_activation": "gelu_pytorch_tanh"}
 
-    def weight(self, kind: str, last: str, name: str, tensor: GgufTensor) -> Stored:
-        return shifted(kind, stored(name, tensor, self.file.pages))
-
-
-def shifted(kind: str, weight: Stored) -> Stored:
-    """A norm's weight less one; others as they are."""
-    return weight.changed(_less_one) if kind.endswith("norm") else weight
+    def weight(self, kind: str, name: str, tensor: GgufTensor) -> Stored:
+        found = super().weight(kind, name, tensor)
+        return found.changed(_less_one) if kind.endswith("norm") else found
 
 
 def _less_one(weight: Tensor) -> Tensor:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accel.compiler.load.gguf import Base
-from accel.compiler.load.gguf._blocks import stored
-from accel.compiler.load.gguf._file import GgufTensor
-from accel.compiler.load.gguf.gemma import shifted
-from accel.ir.weights import Stored
+from accel.compiler.load.gguf import LAYER, Modules
+from accel.compiler.load.gguf.gemma import Gemma
 
 NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -20,27 +17,23 @@ _LARGEST = 46  # layers of the 27B model, which scales its scores otherwise
 
 
 @dataclass(frozen=True)
-class Gemma2(Base):
+class Gemma2(Gemma):
     """Every second layer attends to all tokens, the others to a window."""
 
     model_type = "gemma2"
-    layer = {**Base.layer, **NORMS}
+    modules = Modules({**LAYER, **NORMS})
 
     def config(self) -> dict[str, Any]:
-        config = super().config()
-        sliding = self.flags("attention.sliding_window_pattern", 2)
+        config, metadata = super().config(), self.metadata
+        sliding = metadata.flags("attention.sliding_window_pattern", 2)
         return {
             **config,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "sliding_window": self.count("attention.sliding_window", 4096),
+            "sliding_window": metadata.count("attention.sliding_window", 4096),
             "layer_types": kinds(sliding),
-            "attn_logit_softcapping": self.positive("attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": self.positive("final_logit_softcapping", 30.0),
+            "attn_logit_softcapping": metadata.positive("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": metadata.positive("final_logit_softcapping", 30.0),
             "query_pre_attn_scalar": scalar(config, _LARGEST),
         }
-
-    def weight(self, kind: str, last: str, name: str, tensor: GgufTensor) -> Stored:
-        return shifted(kind, stored(name, tensor, self.file.pages))
 
 
 def kinds(sliding: list[bool]) -> list[str]:

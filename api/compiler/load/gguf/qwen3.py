@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.compiler.load.gguf import Base
+from accel.compiler.load.gguf import LAYER, Base, Modules
+
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
 @dataclass(frozen=True)
@@ -12,4 +14,4 @@ class Qwen3(Base):
     """Queries and keys are normalised."""
 
     model_type = "qwen3"
-    layer = {**Base.layer, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+    modules = Modules({**LAYER, **HEAD_NORMS})

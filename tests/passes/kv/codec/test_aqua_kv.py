@@ -14,6 +14,8 @@ from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv._shared.tables import observed
+from accel.passes.kv.codec import At
+from accel.passes.kv.codec._encode import Encode
 from accel.passes.trained import constants
 
 from ....select_case import Selecting, close
@@ -63,10 +65,10 @@ def chain(method, blocks, maps, stored=None, exact=False):
             near = {n: source[known[n]] for n in method.near(role, place, True)}
             if stored is None:
                 x = blocks[role][layer]
-                parts[layer, role] = method.encode(role, x, place, **maps[layer], **near)
+                parts[layer, role] = method.encode(At(role, D, place, maps[layer], near), x)
             if exact:
                 near = {n: read[known[n]] for n in method.near(role, place, False)}
-            back = method.decode(role, parts[layer, role], D, place, **maps[layer], **near)
+            back = method.decode(At(role, D, place, maps[layer], near), parts[layer, role])
             read[layer, role] = back.unflatten(2, (-1, R))
     return parts, read
 
@@ -83,7 +85,7 @@ def test_what_is_foretold_by_nothing_is_plain_quantisation(blocks):
     kivi = AXIS.build("kivi", bits=4, group=8, residual=R)
     found, _ = chain(method, blocks, maps_of(method, blocks))
     for (layer, role), mine in parts.items():
-        theirs = kivi.encode(role, blocks[role][layer])
+        theirs = kivi.encode(At(role, D), blocks[role][layer])
         assert all(torch.equal(mine[n], theirs[n]) for n in mine)
         assert torch.equal(found[layer, role][""], theirs[""]) == (layer == 0)  # the control
 
@@ -141,8 +143,8 @@ def test_a_model_loses_less_with_more_bits(stateful):
 
 def test_the_bits_of_a_number():
     method = AXIS.build("aqua-kv")
-    assert [method.bits_of(r, 128, "later") for r in "kv"] == [2.5, 2.5]
-    assert [method.bits_of(r, 128, "first") for r in "kv"] == [4.5, 4.5]
+    assert [method.bits_of(At(r, 128, "later")) for r in "kv"] == [2.5, 2.5]
+    assert [method.bits_of(At(r, 128, "first")) for r in "kv"] == [4.5, 4.5]
 
 
 @pytest.mark.long
@@ -166,8 +168,8 @@ def test_the_bundled_maps_foretell_text_that_they_were_not_measured_on():
                 y = one.transpose(1, 2).flatten(2)[:, None].unflatten(2, (-1, 128))
                 known = {"read": read.get(role), "keys": now.get("k")}
                 near = {n: known[n] for n in method.near(role, place, True)}
-                parts = method.encode(role, y, place, **of, **near)
-                back = method.decode(role, parts, y.shape[-1], place, **of, **near)
+                at = At(role, y.shape[-1], place, of, near)
+                back = method.decode(at, method.encode(at, y))
                 now[role] = back.unflatten(2, (-1, 128))
                 if near:
                     linear = of["key_map" if role == "k" else "value_map"]
@@ -194,7 +196,7 @@ def test_models_that_it_cannot_serve_are_refused(stateful, name, words):
         over_state(capture(models.cla(), max_context=128)) if name == "cla" else stateful(name)
     )
     with pytest.raises(PassError, match=words):
-        codec().run(program)
+        Encode(codec()).run(program)
 
 
 @pytest.mark.parametrize("options", [{"bits": 3}, {"group": 5}, {"sinks": -1}])

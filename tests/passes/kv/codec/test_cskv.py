@@ -7,6 +7,7 @@ import torch
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.tables import Observed, Rows
+from accel.passes.kv.codec import At
 
 from ....select_case import Selecting, close
 
@@ -34,7 +35,8 @@ def keys():
 def loss(x, role="k", **options):
     method, constants = method_of(x, window=32, **options)
     joined = x.transpose(1, 2).flatten(2)[:, None].unflatten(2, (-1, 32))
-    back = method.decode(role, method.encode(role, joined, **constants), 32, **constants)
+    at = At(role, 32, constants=constants)
+    back = method.decode(at, method.encode(at, joined))
     return float((back.unflatten(2, (-1, 32)) - joined).square().sum())
 
 
@@ -50,7 +52,7 @@ def test_four_bits_lose_a_little_more(keys):
     exact, coded = (loss(keys, density=0.5, bits=bits) for bits in (32, 4))
     assert exact < coded < exact + 0.02 * float(keys.square().sum())
     method, _ = method_of(keys, density=0.2, bits=4)
-    assert method.bits_of("k", 1024) < 0.05 * 32 and method.bits_of("v", 1024) < 0.05 * 32
+    assert all(method.bits_of(At(role, 1024)) < 0.05 * 32 for role in "kv")
 
 
 def drive(case, count):

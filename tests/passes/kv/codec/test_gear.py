@@ -6,6 +6,7 @@ import torch
 
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
+from accel.passes.kv.codec import At
 
 from ....prefill_case import TOKENS, built
 from ....select_case import Selecting
@@ -26,21 +27,21 @@ def blocks():
 
 def parts(x, role="k", **options):
     method = AXIS.build("gear", **options)
-    return method, method.encode(role, x)
+    return method, method.encode(At(role, D), x)
 
 
 def loss(x, role="k", change=None, **options):
     """Of all blocks. change: of the parts, before they are read."""
     method, found = parts(x, role, **options)
     found = found if change is None else change(found)
-    return float((method.decode(role, found, D).unflatten(2, (-1, R)) - x).norm())
+    return float((method.decode(At(role, D), found).unflatten(2, (-1, R)) - x).norm())
 
 
 @pytest.mark.parametrize("role", ["k", "v"])
 @pytest.mark.parametrize("options", [{"bits": 2, "group": 64}, {"bits": 4, "group": 32}])
 def test_with_nothing_beside_the_codes_it_is_kivi(blocks, role, options):
     _, mine = parts(blocks, role, low_rank=0, outliers=0.0, **options)
-    theirs = AXIS.build("kivi", residual=R, **options).encode(role, blocks)
+    theirs = AXIS.build("kivi", residual=R, **options).encode(At(role, D), blocks)
     assert list(mine) == list(theirs) and all(torch.equal(mine[n], theirs[n]) for n in mine)
     more = parts(blocks, role, low_rank=0, outliers=0.1, **options)[1]
     assert not torch.equal(more[""], mine[""])  # the control
@@ -69,7 +70,7 @@ def test_error_falls_with_rank_and_with_outliers(blocks, role):
 def test_the_low_rank_part_is_nearly_the_best_of_its_rank(blocks, role):
     """By singular values, of what the codes alone lose."""
     method, found = parts(blocks, role, low_rank=0, outliers=0.0)
-    lost = blocks - method.decode(role, found, D).unflatten(2, (-1, R))
+    lost = blocks - method.decode(At(role, D), found).unflatten(2, (-1, R))
     values = torch.linalg.svdvals(lost)
     for rank in (1, 2, 4):
         gained = float(lost.square().sum()) - loss(blocks, role, low_rank=rank, outliers=0.0) ** 2
@@ -81,7 +82,7 @@ def test_the_low_rank_part_is_nearly_the_best_of_its_rank(blocks, role):
 def test_outliers_are_the_ends_of_channels_of_keys_and_of_tokens_of_values(blocks):
     for role, axis in (("k", -2), ("v", -1)):
         method, found = parts(blocks, role, outliers=0.2)
-        back = method.decode(role, found, D).unflatten(2, (-1, R))
+        back = method.decode(At(role, D), found).unflatten(2, (-1, R))
         order = blocks.argsort(axis).argsort(axis)
         size, ends = blocks.shape[axis], round(0.1 * blocks.shape[axis])
         stay = (order < ends) | (order >= size - ends)

@@ -14,6 +14,8 @@ from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.ops.attention import attention
 from accel.ir.recipe import Recipe
 from accel.passes import run
+from accel.passes.kv.codec import At
+from accel.passes.kv.codec._encode import Encode
 from accel.passes.kv.codec.kivi import Kivi
 from accel.passes.state.head import Head
 from accel.runtime.backends.eager import EagerBackend
@@ -52,8 +54,9 @@ def test_numbers_are_those_of_the_papers_formula(bits, role):
     x = RNG.standard_normal((128, 64)).astype(np.float32) * RNG.uniform(0.1, 5, 64).astype(
         np.float32
     )
-    parts = method.encode(role, torch.from_numpy(x)[None, None, None])
-    back = method.decode(role, parts, 64).numpy()[0, 0]
+    at = At(role, 64)
+    parts = method.encode(at, torch.from_numpy(x)[None, None, None])
+    back = method.decode(at, parts).numpy()[0, 0]
     codes, low, step = cut(x, bits, 32, 0 if role == "k" else 1)
     want = codes * step + low
     error, least = (np.square(y - x).mean() ** 0.5 for y in (back, want))
@@ -83,7 +86,7 @@ def program(stateful):
     def get(name):
         if name not in made:
             made[name] = [shared() if name == "cla" else stateful(name) for _ in range(2)]
-            Kivi(**OPTIONS).run(made[name][1])
+            Encode(Kivi(**OPTIONS)).run(made[name][1])
         return made[name]
 
     return get
@@ -352,7 +355,7 @@ def test_memory_is_its_formula(program):
     from accel.ir.recipe import Recipe
 
     method = assemble(Recipe.load("kivi-2")).methods["kv.codec"]
-    assert {method.bits_of(role, 64) for role in "kv"} == {2.5}
+    assert {method.bits_of(At(role, 64)) for role in "kv"} == {2.5}
     held = 16384 - 128  # what is not stored at that length
     recent, numbers = 256, 2 * 16384  # slots of a buffer; keys and values of a channel
     heads = 32  # over all layers, whose positions are the same
@@ -364,7 +367,7 @@ def test_memory_is_its_formula(program):
     taken = sum(t.nbytes for n, t in state(ours).items() if n.startswith("kept."))
     mine = Kivi(**OPTIONS)
     numbers = 2 * 2 * 10 * 32  # layers, heads, channels, tokens
-    assert 8 * taken == sum(mine.bits_of(role, 10) * numbers for role in "kv") + 64 * 32
+    assert 8 * taken == sum(mine.bits_of(At(role, 10)) * numbers for role in "kv") + 64 * 32
 
 
 # Refusals
@@ -382,9 +385,9 @@ def test_what_does_not_go_with_it_is_refused():
 @pytest.mark.long
 def test_models_that_it_cannot_serve_are_refused(stateful):
     with pytest.raises(PassError, match="bias by position"):
-        Kivi().run(stateful("bloom"))
+        Encode(Kivi()).run(stateful("bloom"))
     with pytest.raises(PassError, match="no cache of keys and values"):
-        Kivi().run(stateful("mamba"))
+        Encode(Kivi()).run(stateful("mamba"))
 
 
 def test_equal_rows_are_not_promised():

@@ -11,6 +11,7 @@ import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.lowering.onnx import native
+from accel.passes.kv.codec import At
 
 AXIS = find_axes()["kv.codec"]
 CODEC = AXIS.build("kv-adaquant")
@@ -18,7 +19,8 @@ CODEC = AXIS.build("kv-adaquant")
 
 def read(x, **options):
     method = AXIS.build("kv-adaquant", **options)
-    return {r: method.decode(r, method.encode(r, x), x.shape[-1]) for r in "kv"}
+    places = [At(role, x.shape[-1]) for role in "kv"]
+    return {at.role: method.decode(at, method.encode(at, x)) for at in places}
 
 
 def lost(key_bits, value_bits, keys_larger):
@@ -49,7 +51,7 @@ def test_equal_bits_treat_keys_and_values_alike():
 
 def test_the_bits_are_those_of_the_page():
     """(b_K + b_V) / 2, and a scale and a minimum of 16 bits for each 64 channels."""
-    assert [CODEC.bits_of(role, 128) for role in "kv"] == [4.5, 2.5]
+    assert [CODEC.bits_of(At(role, 128)) for role in "kv"] == [4.5, 2.5]
 
 
 @pytest.mark.parametrize("options", [{"key_bits": 3}, {"value_bits": 0}, {"group": 0}])

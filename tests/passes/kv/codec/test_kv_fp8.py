@@ -7,8 +7,10 @@ import torch
 import accel
 from accel.ir.axis import find_axes
 from accel.lowering.onnx import verify
+from accel.passes.kv.codec import At
 
 AXIS = find_axes()["kv.codec"]
+AT = At("k", 4)
 
 
 def numbers():
@@ -24,7 +26,7 @@ def numbers():
 
 def test_the_bytes_are_torchs_and_no_other_rounding_gives_them():
     x = numbers()
-    codes = AXIS.build("kv-fp8", scaled=False).encode("k", x)[""]
+    codes = AXIS.build("kv-fp8", scaled=False).encode(AT, x)[""]
     want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     same = codes == want
     assert same[x != 0].all() and (codes[x == 0] % 128 == 0).all()  # -0 is 0
@@ -34,7 +36,7 @@ def test_the_bytes_are_torchs_and_no_other_rounding_gives_them():
 
 def test_every_byte_is_read_as_torch_reads_it():
     codes = torch.arange(256, dtype=torch.uint8)
-    back = AXIS.build("kv-fp8", scaled=False).decode("k", {"": codes}, 256)
+    back = AXIS.build("kv-fp8", scaled=False).decode(AT, {"": codes})
     torch.testing.assert_close(
         back, codes.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True
     )
@@ -45,23 +47,23 @@ def test_no_number_of_float16_becomes_none(scaled):
     """What is no number stays none, the control."""
     method = AXIS.build("kv-fp8", scaled=scaled)
     x = torch.tensor([[1e-7, -3.0, 460.0, 65504.0], [-65504.0, 0.0, 2.0, 1.0]])[None, None]
-    back = method.decode("k", method.encode("k", x), 4)
+    back = method.decode(AT, method.encode(AT, x))
     assert back.isfinite().all()
     assert back.abs().max() == pytest.approx(65504.0 if scaled else 448.0)
     x[..., 1, 3] = torch.inf
-    assert not method.decode("k", method.encode("k", x), 4)[..., 1, 3].isfinite().any()
+    assert not method.decode(AT, method.encode(AT, x))[..., 1, 3].isfinite().any()
 
 
 def test_powers_of_two_change_the_scale_alone():
     """And a factor that is none changes bytes, where there is no scale."""
     scaled, plain = (AXIS.build("kv-fp8", scaled=s) for s in (True, False))
     x = torch.randn(1, 2, 9, 33, generator=torch.Generator().manual_seed(0))
-    one = scaled.encode("k", x)
+    one = scaled.encode(AT, x)
     for power in (-9, 1, 10):
-        other = scaled.encode("k", x * 2.0**power)
+        other = scaled.encode(AT, x * 2.0**power)
         assert torch.equal(one[""], other[""])
         assert torch.equal(one["scale"] * 2.0**power, other["scale"])
-        assert not torch.equal(plain.encode("k", x)[""], plain.encode("k", x * 2.0**power)[""])
+        assert not torch.equal(plain.encode(AT, x)[""], plain.encode(AT, x * 2.0**power)[""])
 
 
 def test_small_numbers_keep_their_precision_beside_large_ones():
@@ -70,7 +72,7 @@ def test_small_numbers_keep_their_precision_beside_large_ones():
     off = {}
     for name in ("kv-fp8", "kv-int8"):
         method = AXIS.build(name)
-        back = method.decode("k", method.encode("k", x), 4)
+        back = method.decode(AT, method.encode(AT, x))
         off[name] = float(((back - x) / x).abs().max())
     assert off["kv-fp8"] <= 2**-4 < 0.9 < off["kv-int8"]
 

@@ -14,6 +14,7 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import PassError
 from accel.ir.ops.codec import decode_rows, encode_rows
 from accel.lowering.onnx import native
+from accel.passes.kv.codec import At
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 
@@ -243,20 +244,21 @@ def test_a_model_without_a_cache_is_refused():
 def test_a_constant_row_comes_back(value):
     codec = find_axes()["kv.codec"].build("kv-int8")
     x = torch.full((1, 2, 3, 10), value)
-    back = codec.decode("k", codec.encode("k", x), 10)
+    back = codec.decode(At("k", 10), codec.encode(At("k", 10), x))
     torch.testing.assert_close(back, x, rtol=1e-6, atol=1e-30)
 
 
 def test_what_is_no_number_spoils_the_whole_row():
-    codec = find_axes()["kv.codec"].build("kv-int8")
+    codec, at = find_axes()["kv.codec"].build("kv-int8"), At("k", 10)
     x = torch.randn(2, 3, 5, 10, generator=torch.Generator().manual_seed(0))
     for value in (float("nan"), float("inf"), -float("inf")):
         x[1, 0, 4, 3] = value
-        spoilt = ~codec.decode("k", codec.encode("k", x), 10).isfinite()
+        spoilt = ~codec.decode(at, codec.encode(at, x)).isfinite()
         assert spoilt[1, 0, 4].all() and int(spoilt.sum()) == 10
 
 
 def test_a_hundredth_too_small_is_too_far():
     codec = find_axes()["kv.codec"].build("kv-int8")
     x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
-    assert not codec.within("k", x, codec.decode("k", codec.encode("k", 0.99 * x), 64)).all()
+    at = At("k", 64)
+    assert not codec.within(at, x, codec.decode(at, codec.encode(at, 0.99 * x))).all()

@@ -7,6 +7,7 @@ import torch
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.tables import Observed, Rows
+from accel.passes.kv.codec import At
 
 from ....select_case import Selecting
 
@@ -42,7 +43,8 @@ def joined(x):
 
 
 def read(method, role, x, constants):
-    back = method.decode(role, method.encode(role, x, **constants), ALL, **constants)
+    at = At(role, ALL, constants=constants)
+    back = method.decode(at, method.encode(at, x))
     return back.unflatten(2, (-1, R))
 
 
@@ -133,9 +135,9 @@ def test_channels_of_keys_have_ranges_of_their_own():
 def test_a_number_takes_the_bits_of_the_page():
     """3 bits, 21 of 4096 channels on either side in 16 bits with 16 of place, and what a token's range takes."""
     method = AXIS.build("kvquant")
-    assert method.bits_of("k", 4096) == 3 + 42 * 32 / 4096
-    assert method.bits_of("v", 4096) == 3 + (42 * 32 + 32) / 4096
-    assert method.bits_of("k", 256) == 3 + 4 * 24 / 256  # places of a byte
+    assert method.bits_of(At("k", 4096)) == 3 + 42 * 32 / 4096
+    assert method.bits_of(At("v", 4096)) == 3 + (42 * 32 + 32) / 4096
+    assert method.bits_of(At("k", 256)) == 3 + 4 * 24 / 256  # places of a byte
 
 
 def logits(case, count):

@@ -11,6 +11,7 @@ from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
+from accel.passes.kv.codec._encode import Encode
 from accel.passes.trained import write
 
 from ....select_case import Selecting, close, llama
@@ -115,7 +116,7 @@ def drive(program, count, **options):
     """Logits of two tokens after so many; no options: without a codec. And the bytes of keys and values."""
     program = program.copy()
     if options:
-        method_of(**options).run(program)
+        Encode(method_of(**options)).run(program)
     case = Selecting(program)
     tokens = case.tokens(1, count + 2)
     with case.session() as session:
@@ -133,7 +134,7 @@ def test_sinks_and_window_are_exact_and_ratio_0_is_the_model(program, file):
 
 def test_another_model_is_refused(program):
     with pytest.raises(PassError, match="the bundled file was trained for another model"):
-        method_of().run(program.copy())
+        Encode(method_of()).run(program.copy())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from accel.ir.axis import find_axes
 from accel.ir.errors import PassError
 from accel.ir.tables import Observed, Rows
+from accel.passes.kv.codec import At
 
 from ....select_case import Selecting, close, singles
 
@@ -24,7 +25,8 @@ def test_what_is_lost_is_the_energy_of_the_directions_left_out():
     constants = method.measure([rows])[0]
     joined = x.transpose(1, 2).flatten(2)[:, None]
     for role in "kv":
-        back = method.decode(role, method.encode(role, joined, **constants), 48, **constants)
+        at = At(role, 48, constants=constants)
+        back = method.decode(at, method.encode(at, joined))
         lost = (back - joined).unflatten(-1, (2, 24)).square().sum((0, 1, 2, 4))
         for pair in range(2):
             flat = joined[0, 0, :, 24 * pair : 24 * pair + 24]
@@ -32,7 +34,8 @@ def test_what_is_lost_is_the_energy_of_the_directions_left_out():
             assert float(lost[pair]) == pytest.approx(float(tail), rel=1e-3)
     chance = torch.linalg.qr(torch.randn(2, 24, 12, generator=generator)).Q
     other = {"key_basis": chance, "value_basis": chance}
-    worse = method.decode("v", method.encode("v", joined, **other), 48, **other)
+    at = At("v", 48, constants=other)
+    worse = method.decode(at, method.encode(at, joined))
     assert (worse - joined).square().sum() > 1.2 * lost.sum()
 
 
@@ -44,9 +47,10 @@ def test_heads_that_are_alike_are_stored_as_one_without_loss():
     rows = Rows(torch.zeros(1, 201), torch.ones(1, 200), {0: Observed(x, x, x, 1.0, x)})
     constants = method.measure([rows])[0]
     joined = x.transpose(1, 2).flatten(2)[:, None]
-    parts = method.encode("k", joined, **constants)
+    at = At("k", 32, constants=constants)
+    parts = method.encode(at, joined)
     assert parts[""].shape == (1, 1, 200, 16)
-    back = method.decode("k", parts, 32, **constants)
+    back = method.decode(at, parts)
     assert torch.allclose(back, joined, atol=1e-3)
 
 

@@ -9,6 +9,8 @@ from accel.compiler.over_state import over_state
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
+from accel.passes.kv.codec import At
+from accel.passes.kv.codec._encode import Encode
 
 from ....prefill_case import TOKENS, built
 from ....select_case import Selecting, close, llama
@@ -33,10 +35,11 @@ def pair():
 
 def read(method, one, two, role="k", change=lambda parts: parts):
     """What both layers read of x1 and x2. change: of what the lower one stores."""
-    lower = change(method.encode(role, one, place="lower", above=two))
-    upper = method.encode(role, two, place="upper", beneath=one)
-    first = method.decode(role, lower, D, place="lower").unflatten(2, (-1, R))
-    second = method.decode(role, upper, D, place="upper", read=first).unflatten(2, (-1, R))
+    at = At(role, D, "lower", context={"above": two})
+    first = method.decode(at, change(method.encode(at, one))).unflatten(2, (-1, R))
+    upper = method.encode(At(role, D, "upper", context={"beneath": one}), two)
+    second = method.decode(At(role, D, "upper", context={"read": first}), upper)
+    second = second.unflatten(2, (-1, R))
     return first, second
 
 
@@ -102,10 +105,10 @@ def test_zeros_and_opposite_directions_have_a_direction(pair):
 def test_the_bits_of_a_pair(pair):
     """D + 2 numbers of a token instead of 2 D, and what is retained."""
     method = codec(bits=16, residual=64)
-    both = sum(method.bits_of("k", 64, place=p) for p in ("lower", "upper")) / 2
+    both = sum(method.bits_of(At("k", 64, p)) for p in ("lower", "upper")) / 2
     assert both == pytest.approx((16 * 64 + 2 * 32) / 128)
     four = AXIS.build("minicache")
-    both = sum(four.bits_of(role, 128, place=p) for p in ("lower", "upper") for role in "kv") / 4
+    both = sum(four.bits_of(At(role, 128, p)) for p in ("lower", "upper") for role in "kv") / 4
     assert both == pytest.approx(2 + 0.25 + 0.25 + (16 * 128 + 8) * 3 / 64 / 128)
     assert [four.place(i, 7) for i in range(7)] == ["alone"] * 3 + ["lower", "upper"] * 2
     assert [four.place(i, 5) for i in range(5)] == ["alone"] * 2 + ["lower", "upper", "alone"]
@@ -162,7 +165,7 @@ def test_models_that_it_cannot_serve_are_refused(stateful, name, words):
         over_state(capture(models.cla(), max_context=128)) if name == "cla" else stateful(name)
     )
     with pytest.raises(PassError, match=words):
-        codec().run(program)
+        Encode(codec()).run(program)
 
 
 @pytest.mark.parametrize("options", [{"bits": 5}, {"group": 3}, {"deeper": 1.5}, {"retain": -0.1}])

@@ -6,6 +6,7 @@ import torch
 
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
+from accel.passes.kv.codec import At
 
 from ....prefill_case import TOKENS, built
 
@@ -20,7 +21,8 @@ def numbers(width=50, seed=0):
 
 def read(x, **options):
     method = AXIS.build("mustafar", **options)
-    return method.decode("k", method.encode("k", x), x.shape[-1]).unflatten(2, (-1, 32))
+    at = At("k", x.shape[-1])
+    return method.decode(at, method.encode(at, x)).unflatten(2, (-1, 32))
 
 
 @pytest.mark.parametrize(("sparsity", "stay"), [(0.7, 15), (0.5, 25), (0.99, 1)])
@@ -47,6 +49,12 @@ def test_no_choice_of_as_many_is_nearer():
 def test_equal_numbers_leave_as_many():
     x = torch.full((1, 1, 1, 32, 10), -2.0)
     assert torch.equal((read(x, sparsity=0.5) != 0).sum(-1), torch.full((1, 1, 1, 32), 5))
+
+
+def test_of_equal_numbers_only_the_first_stay_beside_larger_ones():
+    x = torch.tensor([1.0, -1, 1, 1, -1, 1, 2, 3, -2, 2]).expand(1, 1, 1, 32, 10)
+    want = torch.tensor([1.0, 0, 0, 0, 0, 0, 2, 3, -2, 2]).expand_as(x)
+    assert torch.equal(read(x, sparsity=0.5), want)
 
 
 def logits(tokens, **codec):

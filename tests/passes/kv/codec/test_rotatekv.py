@@ -1,5 +1,7 @@
 """rotatekv: rotations that are exact, that spread outliers, and an order that brings like channels together."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
+from accel.passes.kv.codec import At
 
 from ....select_case import Selecting, close
 
@@ -37,7 +40,8 @@ def method_of(x, **options):
 
 def lost(x, role, method, order):
     joined = x.transpose(1, 2).flatten(2)[:, None].unflatten(2, (-1, method.recent))
-    back = method.decode(role, method.encode(role, joined, order), joined.shape[-1], order)
+    at = At(role, joined.shape[-1], constants={"order": order})
+    back = method.decode(at, method.encode(at, joined))
     return float((back.unflatten(2, (-1, method.recent)) - joined).square().mean())
 
 
@@ -60,11 +64,13 @@ def test_the_rotation_is_the_papers_and_its_inverse_exact(role, heads, width, si
     want = x.numpy().reshape(7, -1, size) @ sylvester(size) / size  # / root, and / root for float16
     want = want.reshape(7, -1)
     want = want[:, order.flatten()] if role == "k" else want
-    got = method.turned(role, x, order)
+    at = At(role, heads * width, constants={"order": order})
+    got = method.turned(at, x)
     close(got, want)
-    close(method.turned_back(role, got, order), x)
+    close(method.turned_back(at, got), x)
     other = order.flatten().roll(1).view(heads, width)  # the control
-    assert torch.allclose(method.turned_back(role, got, other), x, atol=1e-2) == (role == "v")
+    at = replace(at, constants={"order": other})
+    assert torch.allclose(method.turned_back(at, got), x, atol=1e-2) == (role == "v")
 
 
 def test_the_order_is_that_of_the_sums():
@@ -83,7 +89,9 @@ def test_rotations_and_the_order_lose_less_where_channels_are_outliers(bits):
     flat = AXIS.build("kv-adaquant", key_bits=bits, value_bits=bits, group=32)
 
     def unrotated(x):
-        return float((flat.decode("k", flat.encode("k", x), WIDTH) - x).square().mean())
+        return float(
+            (flat.decode(At("k", WIDTH), flat.encode(At("k", WIDTH), x)) - x).square().mean()
+        )
 
     x = numbers()
     method, order = method_of(x, **options)

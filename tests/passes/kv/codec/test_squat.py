@@ -7,7 +7,7 @@ import torch
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.passes.kv._shared.tables import observed
-from accel.passes.kv.codec import squat
+from accel.passes.kv.codec import At, squat
 from accel.passes.kv.codec._directions import any_columns, orthonormal
 
 from ....select_case import Selecting, close
@@ -34,13 +34,13 @@ def keys():
 
 def encoded(keys, products, **options):
     method = AXIS.build("squat", **{"residual": R, "channels": 16, **options})
-    return method, method.encode("k", keys, queries=products)
+    return method, method.encode(At("k", D, context={"queries": products}), keys)
 
 
 def lost(keys, products, **options):
     """The error [1,2,5,R,D]."""
     method, parts = encoded(keys, products, **options)
-    return method.decode("k", parts, D).unflatten(2, (-1, R)) - keys
+    return method.decode(At("k", D), parts).unflatten(2, (-1, R)) - keys
 
 
 def same(a, b):
@@ -49,12 +49,12 @@ def same(a, b):
 
 def test_without_weight_or_with_all_channels_at_once_it_is_kivi(keys):
     kivi = AXIS.build("kivi", residual=R)
-    want, products = kivi.encode("k", keys), asked()[1]
+    want, products = kivi.encode(At("k", D), keys), asked()[1]
     assert same(encoded(keys, products, weight=0.0)[1], want)
     assert same(encoded(keys, products, channels=D)[1], want)
     assert not same(encoded(keys, products)[1], want)  # the control
     method = AXIS.build("squat", residual=R)
-    assert same(method.encode("v", keys), kivi.encode("v", keys))
+    assert same(*(m.encode(At("v", D), keys) for m in (method, kivi)))
 
 
 def test_the_keys_that_are_rounded_are_those_of_the_paper(keys):

@@ -1,0 +1,234 @@
+"""What the metadata of a GGUF file says of its model, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from torch import Tensor
+
+from accel.compiler.load.gguf._blocks import stored
+from accel.compiler.load.gguf._file import GgufFile, GgufTensor, plain
+from accel.ir.errors import CaptureError, shown
+
+# tokens that end an answer, which llama.cpp knows by their text
+_ENDS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>",
+    "_<EOT>", "<|end_of_text|>",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Keys are those of the architecture, without its name. What is wrong raises CaptureError."""
+
+    file: GgufFile
+
+    def decoder(self, model_type: str, rope: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The configuration of a decoder like Llama. rope: its `rope_parameters`; None: those of the metadata."""
+        heads, groups = self.heads()
+        width = self.width()
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self.count(key, width) != width:
+                raise self.wrong(f"{key} is {self.count(key)} for heads of {width}")
+        hidden = self.count("embedding_length")
+        return {
+            "model_type": model_type,
+            "vocab_size": self.vocabulary(),
+            "hidden_size": hidden,
+            "intermediate_size": self.count("feed_forward_length", hidden),
+            "num_hidden_layers": self.depth(),
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "head_dim": width,
+            "max_position_embeddings": self.count("context_length"),
+            "rms_norm_eps": self.positive("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": self.rope() if rope is None else rope,
+            **self.shared(),
+        }
+
+    def shared(self) -> dict[str, Any]:
+        """The part of a configuration that all models have: what ends a text, and whether the head is the embedding."""
+        tokens = self._tokens()
+        ends = [self._special(name) for name in ("eos", "eot", "eom")]
+        ends += [i for i, token in enumerate(tokens) if token in _ENDS]
+        known = list(dict.fromkeys(i for i in ends if i is not None))
+        return {
+            "tie_word_embeddings": "output.weight" not in self.file.tensors,
+            "bos_token_id": self._special("bos"),
+            "eos_token_id": known or None,
+            "pad_token_id": None,
+        }
+
+    def vocabulary(self) -> int:
+        """Rows of the embedding, which are as many as the file has tokens."""
+        hidden, embedding = self.count("embedding_length"), self._embedding()
+        if embedding.shape[1:] != (hidden,):
+            raise self.wrong(
+                f"token_embd.weight is {list(embedding.shape)} and embedding_length {hidden}"
+            )
+        rows, tokens = embedding.shape[0], self._tokens()
+        if tokens and len(tokens) != rows:
+            raise self.wrong(
+                f"tokenizer.ggml.tokens has {len(tokens)} tokens, and token_embd.weight {rows} rows"
+            )
+        if self.count("vocab_size", rows) != rows:
+            raise self.wrong(
+                f"vocab_size is {self.count('vocab_size')}, and token_embd.weight has {rows} rows"
+            )
+        return rows
+
+    def heads(self) -> tuple[int, int]:
+        """Heads of queries, and of keys and values, which divide them."""
+        heads = self.count("attention.head_count")
+        groups = self.count("attention.head_count_kv", heads)
+        if heads % groups:
+            raise self.wrong(f"attention.head_count_kv is {groups} for {heads} heads")
+        return heads, groups
+
+    def width(self) -> int:
+        """Columns of a head."""
+        heads, hidden = self.count("attention.head_count"), self.count("embedding_length")
+        if not self.has("attention.key_length") and hidden % heads:
+            raise self.wrong(
+                f"attention.head_count is {heads}, which embedding_length {hidden} is no multiple of"
+            )
+        width = self.count("attention.key_length", hidden // heads)
+        if width % 2:
+            raise self.wrong(f"heads have {width} columns, and rotation takes pairs")
+        return width
+
+    def experts_used(self) -> tuple[int, int]:
+        """Experts of a layer, and how many of them a token goes to."""
+        count, used = self.count("expert_count"), self.count("expert_used_count")
+        if used > count:
+            raise self.wrong(f"expert_used_count is {used} of {count} experts")
+        return count, used
+
+    def depth(self) -> int:
+        """Layers, which must all be in the file."""
+        count = self.count("block_count")
+        names = [name for name in self.file.tensors if name.startswith("blk.")]
+        if short := next((name for name in names if name.count(".") < 3), None):
+            raise self.wrong(f"{plain(short)} names no part of a layer")
+        found = {name.split(".")[1] for name in names}
+        if found != {str(i) for i in range(min(count, len(found) + 1))}:
+            raise self.wrong(f"block_count is {count}, and it holds {len(found)} layers")
+        return count
+
+    def rope(self) -> dict[str, Any]:
+        """`rope_parameters`."""
+        base = self.positive("rope.freq_base", 10000.0)
+        if base <= 1:
+            raise self.wrong(f"rope.freq_base is {base:g}, and it must be above one")
+        theta = {"rope_theta": base}
+        kind = self._value("rope.scaling.type", str, "linear")
+        factor = self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0))
+        if kind == "none" or kind == "linear" and factor in (0.0, 1.0):
+            return {"rope_type": "default", **theta}
+        if factor <= 0:
+            raise self.wrong(f"rope.scaling.factor is {factor:g}")
+        if kind == "linear":
+            return {"rope_type": kind, "factor": factor, **theta}
+        own = [
+            key for key in ("yarn_attn_factor", "attn_factor") if self.has(f"rope.scaling.{key}")
+        ]
+        if kind != "yarn" or own:
+            raise self.wrong(
+                f"rope.scaling.{own[0] if own else 'type'} is "
+                f"{self._value(f'rope.scaling.{own[0]}', float) if own else kind}, and accel reads linear and yarn "
+                "with their usual attention factor"
+            )
+        context = self.count("rope.scaling.original_context_length")
+        usual = {"beta_fast": 32.0, "beta_slow": 1.0}
+        betas = {k: self.positive(f"rope.scaling.yarn_{k}", v) for k, v in usual.items()}
+        return {
+            "rope_type": kind, "factor": factor, "original_max_position_embeddings": context, **betas, **theta,
+        }  # fmt: skip
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number above zero of the metadata."""
+        value: int = self._value(key, int, default)
+        if not 0 < value < 2**31:
+            raise self.wrong(f"{key} is {value}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number of the metadata."""
+        value = float(self._value(key, (int, float), default))
+        if not isfinite(value):
+            raise self.wrong(f"{key} is {value}")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above zero of the metadata."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.wrong(f"{key} is {value:g}, and it must be above zero")
+        return value
+
+    def flags(self, key: str, pattern: int) -> list[bool]:
+        """For each layer; `pattern`: where the file does not say, all but each so many-th."""
+        value = self._value(key, (int, list), pattern)
+        if isinstance(value, list):
+            if len(value) != self.depth() or any(flag not in (0, 1) for flag in value):
+                raise self.wrong(f"{key} is {shown(value)}, not a yes or no for each layer")
+            return [bool(v) for v in value]
+        if value < 0:
+            raise self.wrong(f"{key} is {value}")
+        return [bool(value == 0 or i % value < value - 1) for i in range(self.depth())]
+
+    def wrong(self, what: str) -> CaptureError:
+        """The error for a file that does not fit together, or that accel does not read."""
+        return CaptureError(
+            f"{self.file.path} ({self._name}): {what}; convert the model again with a present llama.cpp, or give the "
+            "Hugging Face checkpoint that it was made from"
+        )
+
+    @property
+    def _name(self) -> str:
+        return str(self.file.fields["general.architecture"])
+
+    def has(self, key: str) -> bool:
+        return f"{self._name}.{key}" in self.file.fields
+
+    def _value(self, key: str, kind: Any, default: Any = None) -> Any:
+        value = self.file.fields.get(f"{self._name}.{key}", default)
+        if value is None:
+            raise self.wrong(f"its metadata lacks {self._name}.{key}")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self.wrong(f"{key} is {shown(value)}, of another kind than accel reads")
+        return value
+
+    def factors(self, name: str) -> Tensor:
+        """What a tensor says that the frequencies of a head's pairs are divided by, float32 [pairs]."""
+        tensor, pairs = self.file.tensors[name], self.width() // 2
+        if tensor.shape != (pairs,) or tensor.kind != "F32":
+            raise self.wrong(
+                f"{name} is {tensor.kind} {list(tensor.shape)}, and it should be F32 [{pairs}]"
+            )
+        found = stored(name, tensor, self.file.pages).read()
+        if not bool((found.isfinite() & (found > 0)).all()):
+            raise self.wrong(f"{name} has factors that are not above zero")
+        return found
+
+    def _tokens(self) -> list[Any]:
+        tokens = self.file.fields.get("tokenizer.ggml.tokens", [])
+        if not isinstance(tokens, list):
+            raise self.wrong(f"tokenizer.ggml.tokens is {shown(tokens)}, not a list")
+        return tokens
+
+    def _special(self, name: str) -> int | None:
+        """The token of a name; None where the file names none."""
+        key, rows = f"tokenizer.ggml.{name}_token_id", self._embedding().shape[0]
+        index = self.file.fields.get(key)
+        if index is not None and (type(index) is not int or not 0 <= index < rows):
+            raise self.wrong(f"{key} is {shown(index)}, and there are {rows} tokens")
+        return index
+
+    def _embedding(self) -> GgufTensor:
+        if "token_embd.weight" not in self.file.tensors:
+            raise self.wrong("it lacks token_embd.weight")
+        return self.file.tensors["token_embd.weight"]
