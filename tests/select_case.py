@@ -19,9 +19,9 @@ from accel.ir.ops.attention import Form
 from accel.ir.program import Program
 from accel.ir.spec import verify
 from accel.ir.tables import Observed, Rows, Tables
+from accel.passes import Inserted
 from accel.passes.kv._shared.tables import appended, attentions, measured
 from accel.passes.kv.inputs import call
-from accel.passes.kv.select import Select
 from accel.passes.trained import Trained, sample, write
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
@@ -96,7 +96,9 @@ class Selecting:
                 self._run()
 
     def _run(self) -> None:
-        report = Select(self.method).run(self.program)
+        method = self.method
+        step = method.inserted() if isinstance(method, Inserted) else method
+        report = step.run(self.program)
         assert report.changed, report.refused
         verify(self.program, type(self.method).__name__)
 
