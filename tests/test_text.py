@@ -22,6 +22,7 @@ from accel.ir.state import Part
 from accel.passes import run
 from accel.passes.depth.by_call import ByCall
 from accel.passes.drive import run_both_ways
+from accel.passes.kv.select import Select
 from accel.passes.kv.select.quest import Quest
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -88,7 +89,9 @@ def test_a_captured_program_reads_back_and_so_does_what_passes_make_of_it(captur
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", [ByCall(), Quest(dense_layers=0)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "step", [ByCall(), Select(Quest(dense_layers=0))], ids=lambda s: type(s).__name__
+)
 def test_regions_that_may_be_left_out_read_back(captured, step):
     program = captured("llama")
     run(program, pipeline(own=[step]))

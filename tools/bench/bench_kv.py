@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
 from accel.ir.axis import find_axes
+from accel.passes.kv.select import Layout
 
 VOCABULARY, CALLS, SETTLE = 8000, 45, 20  # calls of a round, the first of which are not counted
 
@@ -55,7 +56,7 @@ def compiled_of(name: str, module: Any, options: argparse.Namespace) -> Any:
     with ExitStack() as stack:
         if form == "memory":
             select = find_axes()["kv.select"].method(name)
-            stack.enter_context(mock.patch.object(select, "homes", {}))
+            stack.enter_context(mock.patch.object(select, "layout", Layout()))
         elif form:
             budget = find_axes()["kv.budget"].method(name)
             stack.enter_context(mock.patch.object(budget, "level", True))
