@@ -1,6 +1,8 @@
 """The depth methods, each by what it promises, and their conditions in ONNX."""
 
 import copy
+import re
+from itertools import pairwise
 
 import models
 import numpy as np
@@ -15,8 +17,10 @@ from accel.ir.errors import Miscompiled, PassError, RecipeError
 from accel.lowering.onnx import export
 from accel.lowering.onnx.writer import branch
 from accel.passes import run
+from accel.passes.depth import shortgpt
 from accel.passes.depth.calm import Calm, least_threshold, leaving, observed
 from accel.passes.depth.unified_skip import evenly
+from accel.passes.weights._calibrated import calibration_of
 
 from .depth_case import LAYERS, NEVER, TOKENS, far, oracle, plan
 
@@ -247,6 +251,38 @@ def test_a_method_that_picks_a_layer_finds_it_by_its_new_number(deep):
             compiled.generate(TOKENS[:1], 8, eos=[]).tokens
             == eager.generate(TOKENS[:1], 8, eos=[]).tokens
         )
+
+
+def test_all_but_the_first_and_the_last_layer_may_go(deep):
+    module, _ = deep("llama")
+    options = {"use": "shortgpt", "share": 0.5}
+    with accel.optimize(
+        module, {"depth": options}, target="eager", max_context=64, verify=False
+    ) as made:
+        note = made.report["notes"][-1]
+        assert re.search(r"deleted layers 1 \(.*\), 2 \(.*\) of 4", note), note
+
+
+def test_influence_is_one_less_the_mean_cosine(deep, monkeypatch):
+    """Of a row's tokens behind its first, by transformers' hidden states. The control: with the first."""
+    module, _ = deep("llama")
+    influence, seen = shortgpt.influence, []
+
+    def watched(program, calls, tokens):
+        row = calibration_of(program).tokens[:1, : program.facts.max_context]
+        seen.append((row, influence(program, calls, 1)))
+        return influence(program, calls, tokens)
+
+    monkeypatch.setattr(shortgpt, "influence", watched)
+    recipe = {"depth": {"use": "shortgpt"}}
+    accel.optimize(module, recipe, target="eager", max_context=64, verify=False).close()
+    ((row, found),) = seen
+    with torch.no_grad():
+        states = module(row, output_hidden_states=True).hidden_states[:LAYERS]  # the last is normed
+    near = [torch.cosine_similarity(a, b, dim=-1) for a, b in pairwise(states)]
+    want, other = ([1 - float(x[:, n:].mean()) for x in near] for n in (1, 0))
+    np.testing.assert_allclose(found[: LAYERS - 1], want, atol=1e-5)
+    assert np.abs(np.subtract(want, other)).max() > 1e-4
 
 
 def test_no_share_deletes_nothing(deep):

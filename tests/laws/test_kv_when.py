@@ -43,6 +43,11 @@ def test_the_law_catches():
             law_answers(broken)
 
 
+def test_every_is_due_at_its_number_of_tokens():
+    every = build("when", "every", tokens=5)
+    assert [every.due("call", n) for n in (4, 5)] == [False, True]
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("budget", AXES["budget"].names())
 def test_a_keeper_holds_no_more_than_it_says(name, budget):

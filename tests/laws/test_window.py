@@ -295,6 +295,15 @@ def test_models_without_a_window_are_refused_by_name_where_it_is_asked_for():
         find_axes()["window"].build("newest", back=0)
 
 
+def test_a_window_is_kept_where_it_and_twice_what_is_taken_back_are_less_than_the_context(stateful):
+    axis, most = find_axes()["window"], stateful("mistral").facts.max_context
+    size = next(layer.window for layer in stateful("mistral").facts.layers if layer.window)
+    whole = (most - size - 1) // 2
+    for back, changed in ((whole, True), (whole + 1, False)):
+        report = axis.build("newest", back=back).run(stateful("mistral"))
+        assert bool(report.changed) is changed, (size, back, most)
+
+
 def test_the_formula_counts_slots_of_calls():
     window = Window(100, 10)
     assert window.slots([40]) == 40 and window.slots([60, 60]) == 120

@@ -16,7 +16,7 @@ from accel.runtime.tree._optimal import Optimal
 from accel.runtime.tree._shaped import chances, formed, likely
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.dyspec import Dyspec
-from accel.runtime.tree.sequoia import Sequoia
+from accel.runtime.tree.sequoia import NODES, Sequoia
 from accel.runtime.tree.static import RATES as USUAL
 from accel.runtime.tree.static import Static
 
@@ -297,3 +297,9 @@ def test_top():
     tokens, probabilities = likeliest(law, 9)
     assert tokens == [t for t in ranked(table(6, 3, zeros=True), 9)(()) if t >= 0]
     np.testing.assert_allclose(probabilities, law.probabilities[tokens])
+
+
+@pytest.mark.parametrize("limit", [NODES - 1, NODES, NODES + 5])
+def test_sequoia_takes_all_nodes_that_cost_nothing_up_to_its_most(limit):
+    shape = Sequoia(rates=[0.5, 0.2, 0.1], depth=8).begin(lambda nodes: 1.0)
+    assert len(tree_of(shape, limit, Asked(table(6, 1)))) == min(limit, NODES)

@@ -10,6 +10,7 @@ that fails catches it. Results are appended to `--out`; a run goes on where one 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -39,7 +40,9 @@ SLACK = 30.0  # seconds that a mutant may take beyond three times its tests
 
 @dataclass(frozen=True)
 class Tests:
-    """What runs on a file's mutants: its own and whoever imports it, whole; of others, tests with its name."""
+    """What runs on a file's mutants: its own, its axis' laws and whoever imports it, whole; of others, by `words`, what
+    names it.
+    """
 
     own: tuple[str, ...]
     other: tuple[str, ...]
@@ -59,17 +62,26 @@ def tests_of(root: Path, file: Path) -> Tests:
     named = re.compile(r"(?<=[\"'=])(" + "|".join(map(re.escape, names)) + r")(?![\w-])")
     axis, module = file.parent.name, ".".join(("accel", *file.with_suffix("").parts))
     imported = re.compile(rf"(?<![\w.]){re.escape(module)}(?![\w.])")
-    own, other = [], []
+    own, other, words = [], [], set(names)
     for test in sorted((root / "tests").rglob("test_*.py")):
         where = test.relative_to(root).as_posix()
         if "/parity/" in where:
             continue
         text = test.read_text(encoding="utf-8")
-        if test.stem == f"test_{file.stem}" or imported.search(text):
+        law = "/laws/" in where and test.stem.endswith(f"_{axis}")
+        if law or test.stem == f"test_{file.stem}" or imported.search(text):
             own.append(where)
         elif named.search(text) or ("/laws/" in where and re.search(rf"\b{axis}\b", text)):
             other.append(where)
-    return Tests(tuple(own), tuple(other), " or ".join(sorted(names)))
+            words |= {name for name, source in functions(text) if named.search(source)}
+    return Tests(tuple(own), tuple(other), " or ".join(sorted(words)))
+
+
+def functions(text: str) -> Iterator[tuple[str, str]]:
+    """The tests at the top of a file, each with its source; without parameters, whose ids have the name."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.name, "\n".join(ast.unparse(part) for part in node.body)
 
 
 def copied(root: Path, place: Path) -> None:
