@@ -130,20 +130,20 @@ def forgettable(value: Any) -> bool:
     )
 
 
-def trimmed(state: Sequence[StateValue], found: Arrays) -> Arrays:
+def trimmed(state: Sequence[StateValue], arrays: Arrays) -> Arrays:
     """What the entry gave, by state name, without the slots of a layer behind the last one that is used."""
     slots = {v.name: str(v.shape[2]).partition("/")[0] for v in state if len(v.shape) > 2}
     used: dict[str, int] = {}
     for value in state:
-        if value.part is Part.POSITIONS and value.layer is not None and value.name in found:
-            filled = np.flatnonzero((found[value.name] >= 0).any(axis=(0, 1)))
+        if value.part is Part.POSITIONS and value.layer is not None and value.name in arrays:
+            filled = np.flatnonzero((arrays[value.name] >= 0).any(axis=(0, 1)))
             used[slots[value.name]] = int(filled[-1]) + 1 if filled.size else 0
     shapes = {v.name: v.shape for v in state}
     return {
         name: array[:, :, : _entries(shapes[name], used[slots[name]])]
         if slots.get(name) in used and array.ndim > 2
         else array
-        for name, array in found.items()
+        for name, array in arrays.items()
     }
 
 

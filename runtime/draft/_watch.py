@@ -56,7 +56,7 @@ class Watch:
         """Other rows are there now."""
         self._trees = {}
 
-    def found(self, rows: Sequence[Row], padded: bool) -> list[Drafted]:
+    def outcomes(self, rows: Sequence[Row], padded: bool) -> list[Drafted]:
         """What became of them, once that is known of all; nothing before. `padded`: a call computes as much for a row
         without a draft, or with a short one, as for the longest.
         """

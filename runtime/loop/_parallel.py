@@ -126,7 +126,7 @@ class _Rounds(Rounds):
         for i in live:
             rows[i].drafting["fallback"] += rests and not alone
         rows[0].clock(seconds - call, call, clock.now() - start)  # for all
-        rows[0].beside = max(rows[0].beside, self._follower.kv_bytes)
+        rows[0].draft_kv_bytes = max(rows[0].draft_kv_bytes, self._follower.kv_bytes)
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
     def _both(

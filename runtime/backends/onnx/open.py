@@ -27,9 +27,9 @@ class _Session(ort.InferenceSession):  # type: ignore[misc]
         super().__init__(str(path), options, providers, enable_fallback=False)
         self.path = path
 
-    def run(self, *given: Any) -> Any:
+    def run(self, *args: Any) -> Any:
         try:
-            return super().run(*given)
+            return super().run(*args)
         except Exception as error:
             raise self._failed(error) from error
 

@@ -166,12 +166,12 @@ def _sizes(shape: list[Any], tokens: int, context: int) -> list[int]:
     return [letters[d] if isinstance(d, str) else d for d in shape]
 
 
-def _kind(given: Any) -> np.dtype[Any]:
+def _kind(node_arg: Any) -> np.dtype[Any]:
     """The dtype of an input that is no position."""
     kinds = {
         "tensor(int8)": "int8", "tensor(uint8)": "uint8", "tensor(bool)": "bool", "tensor(int64)": "int64",
     }  # fmt: skip
-    return np.dtype(kinds.get(given.type, "float32"))
+    return np.dtype(kinds.get(node_arg.type, "float32"))
 
 
 def _binding(session: Any, tokens: int, context: int, last: int) -> Any:

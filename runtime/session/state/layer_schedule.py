@@ -120,9 +120,9 @@ class LayerSchedule(SessionObserver, CallWatcher):
         self._noted = controls if rows.all() else None
         return None
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
-        """Rows hold no more than `wanted` [B] tokens from now on."""
-        self._lacks[self._lacks >= wanted] = _FAR
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
+        """Rows hold no more than `new_lengths` [B] tokens from now on."""
+        self._lacks[self._lacks >= new_lengths] = _FAR
         self._noted = None
         return False
 
