@@ -32,10 +32,10 @@ def page_range(
     )
     filled = b.node("Unsqueeze", filled, b.ints(1, 3))
 
-    def stored(held: str, op: str) -> str:
-        before = b.node("Squeeze", kv_pages(b, held, first, count, 1), b.ints(3))
+    def stored(buffer: str, op: str) -> str:
+        before = b.node("Squeeze", kv_pages(b, buffer, first, count, 1), b.ints(3))
         new = b.node("Where", filled, b.node(op, read, b.ints(3), keepdims=0), before)
-        return str(kv_append(b, held, new, first))
+        return str(kv_append(b, buffer, new, first))
 
     return stored(high, "ReduceMax"), stored(low, "ReduceMin")
 
