@@ -42,8 +42,8 @@ class Pass(ABC):
     grade: ClassVar[str] = "lossless"  # how its tokens compare: see accel.compiler.assemble.GRADES
 
     @property
-    def beside(self) -> str:
-        """The folder of another model that it goes by, which is then `program.beside`; empty: none."""
+    def second_model_folder(self) -> str:
+        """The folder of another model that it goes by, which is then `program.second_model`; empty: none."""
         return ""
 
     def refuse(self, facts: Facts) -> str | None:

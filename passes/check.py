@@ -86,7 +86,7 @@ class NumericCheck:
         """
         fresh = program.params.origins.keys() - self.known
         plain = exact(restored(program, fresh))
-        with plain.params.held():
+        with plain.params.read_once():
             errors, found = self._errors(plain, step.entry)
         lossy = step.error > Pass.error and not fresh
         slack = codes_slack(program)
@@ -133,7 +133,7 @@ class NumericCheck:
         few bits, and later layers go by what was kept, that may be more than `STEP_OF_CODES`. `found`: its logits.
         """
         other = nudged(program)
-        with other.params.held():
+        with other.params.read_once():
             moved = self._errors(other, entry)[1]
         pairs = zip(sum(moved, []), sum(found, []), strict=True)
         return torch.cat([token_errors(got, want) for got, want in pairs])
@@ -144,7 +144,7 @@ class NumericCheck:
         with nothing rounded, where they are known.
         """
         blocks = in_blocks(program)
-        with program.params.held():
+        with program.params.read_once():
             if found is None:
                 plain, found = exact(program), []
                 for tokens, _ in self.cases:

@@ -34,7 +34,7 @@ def _flush(program: Program) -> int:
 
 def in_blocks(program: Program) -> bool:
     """Whether tokens are encoded in blocks only once they are kept."""
-    sizes = [s.shape[2] for s in program.state if s.kept and len(s.shape) > 2]
+    sizes = [s.shape[2] for s in program.state if s.written_between_steps and len(s.shape) > 2]
     return _flush(program) > 0 or any(isinstance(n, str) and each(n) > 1 for n in sizes)
 
 

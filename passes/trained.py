@@ -110,12 +110,12 @@ def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> 
 def measured_for(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> str:
     """What tells the model of a table from others, as `sample`; and the model beside it, where the method has one."""
     own = sample(program, keys)
-    if program.beside is None or not getattr(method, "beside", ""):
+    if program.second_model is None or not getattr(method, "second_model_folder", ""):
         return own
-    weight = next(n.args[1] for n in program.beside.nodes(_LINEAR))
+    weight = next(n.args[1] for n in program.second_model.nodes(_LINEAR))
     assert isinstance(weight, fx.Node)
     return json.dumps(
-        json.loads(own) + json.loads(some_of(program.beside.params[str(weight.target)]))
+        json.loads(own) + json.loads(some_of(program.second_model.params[str(weight.target)]))
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel.compiler.capabilities import TARGETS, conflicts, told
+from accel.compiler.capabilities import TARGET_METHODS, conflict_text, conflicts
 from accel.compiler.nearest import nearest
 from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
@@ -101,18 +101,18 @@ def assemble_alone(recipe: Recipe) -> Plan:
     if found := conflicts(plan.methods):
         by_default = [sum(a not in recipe.tables for a in (c.relying, c.other)) for c in found]
         first = found[by_default.index(min(by_default))]  # what the recipe itself names, if any
-        raise Incompatible(f"recipe '{recipe.name}': {told(first, _uses(plan))}")
+        raise Incompatible(f"recipe '{recipe.name}': {conflict_text(first, _uses(plan))}")
     plan.passes, plan.unasked = _passes(plan, axes), _always(plan.methods)
     return plan
 
 
 def check_target(plan: Plan, target: str) -> None:
     """Raise RecipeError where a method relies on what no artifact of a target keeps."""
-    methods = {**plan.methods, "target": TARGETS.get(target, Method())}
+    methods = {**plan.methods, "target": TARGET_METHODS.get(target, Method())}
     for one in conflicts(methods):
         raise RecipeError(
-            f"recipe '{plan.recipe.name}': {told(one, {**_uses(plan), 'target': target})}; use target='onnx', or "
-            f"leave [{one.relying}] out"
+            f"recipe '{plan.recipe.name}': {conflict_text(one, {**_uses(plan), 'target': target})}; "
+            f"use target='onnx', or leave [{one.relying}] out"
         )
 
 

@@ -30,7 +30,7 @@ class LayerSummary:
     kv_heads: int = 0
     head_dim: int = 0
     per_token: int = 0
-    kept: int = 0
+    per_kept_token: int = 0
     fixed: int = 0
     cross: int = 0
     back: int = 0
@@ -45,7 +45,8 @@ class LayerSummary:
         parts = [
             f"{bytes_text(count)}{unit}"
             for count, unit in (
-                (self.per_token, "/token"), (self.kept, "/kept"), (self.fixed, " fixed"), (self.cross, "/input token"),
+                (self.per_token, "/token"), (self.per_kept_token, "/kept"), (self.fixed, " fixed"),
+                (self.cross, "/input token"),
             ) if count
         ]  # fmt: skip
         none = f"cache of {self.back} before" if self.back else "no state"
@@ -99,7 +100,7 @@ def summaries(
             kv_heads=int(layer.get("num_kv_heads") or 0),
             head_dim=int(layer.get("head_dim") or 0),
             per_token=math.ceil(kept.get((index, "per_token"), 0)),
-            kept=int(kept.get((index, "kept"), 0)),
+            per_kept_token=int(kept.get((index, "kept"), 0)),
             fixed=int(kept.get((index, "fixed"), 0)),
             cross=int(kept.get((index, "cross"), 0)),
             back=index - layer["shares"] if layer.get("shares") is not None else 0,

@@ -49,9 +49,9 @@ def some_layers(program: Program, name: str) -> dict[str, Tensor]:
     return taken(entry, given, empty_state(program, entry, 2))
 
 
-def taken(entry: Entry, *found: dict[str, Tensor]) -> dict[str, Tensor]:
+def taken(entry: Entry, *values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of these values those that the entry takes."""
-    return {n: v for values in found for n, v in values.items() if n in entry.inputs}
+    return {n: v for part in values for n, v in part.items() if n in entry.inputs}
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -35,7 +35,7 @@ def moving(
     `slots` alone.
     """
     for value in state:
-        if value.pooled or (slots is not None and (value.kept or value.cross)):
+        if value.pooled or (slots is not None and (value.written_between_steps or value.cross)):
             continue
         where = [slice(None)] * (len(value.shape) - 1)
         # rows of the same tokens may have been grouped, or their keys factored, at other times; choices say of the
@@ -62,7 +62,7 @@ def moved(
         buffer = buffers.get(value.name)
         if buffer is None:
             continue
-        if value.kept:
+        if value.written_between_steps:
             found[value.name] = buffer[rows]
         else:
             part = buffer[(slice(None), *where)]
@@ -124,7 +124,7 @@ def forgettable(value: Any) -> bool:
     positions of layers that saw a prompt pruned; or it is of a whole row that starts anew.
     """
     return bool(
-        value.kept
+        value.written_between_steps
         or value.part in (Part.MASS, Part.HEADS)
         or (value.positions and "C" not in value.shape)
     )

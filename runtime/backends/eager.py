@@ -196,7 +196,7 @@ class EagerSession:
         count = self._batch if rows is None else rows.size
         other = type(self)(self._program, count, self._device)
         if rows is None:
-            shared = {v.name for v in self._program.state if v.kept}
+            shared = {v.name for v in self._program.state if v.written_between_steps}
             other._state = {n: t if n in shared else t.clone() for n, t in self._state.items()}
         else:
             other._state = self._of(rows)

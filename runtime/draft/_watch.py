@@ -94,7 +94,7 @@ def foretold(
 ) -> Iterator[list[Drafted]]:
     """Of the last tokens of prompts, what drafts would have been of them, a place of each at a time, for as long as
     there is time (`goes_on`). `drafting`: opens drafters of rows, and gives what drafts for them at most so many
-    tokens. `padded`: as of `Watch.found`.
+    tokens. `padded`: as of `Watch.outcomes`.
     """
     ends = [min(END, prompt.size // 2) for prompt in prompts]
     heads = [

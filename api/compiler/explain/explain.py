@@ -13,7 +13,7 @@ from accel.compiler.explain.rates import Rates, rates
 from accel.compiler.explain.subject import Subject, subject
 from accel.compiler.facts_json import kv_bytes, model_facts, state_json
 from accel.compiler.layer_summary import bytes_text
-from accel.compiler.load.beside import beside
+from accel.compiler.load.second_model import second_model
 from accel.compiler.nearest import Nearest, nearest
 from accel.compiler.pipeline import pipeline
 from accel.compiler.quality.calibration import make_calibration
@@ -216,7 +216,7 @@ class _Work:
         program = self.subject.program.copy()
         if any(step.reads_text for step in plan.passes):
             program.calibration = _text(program.facts)
-        program.beside = beside(plan.passes, pipeline(), program.facts, None)
+        program.second_model = second_model(plan.passes, pipeline(), program.facts, None)
         plan.passes = keeping(program, plan.passes)
         own = {id(step) for step in plan.passes}
         rewrites: list[Rewrite] = []

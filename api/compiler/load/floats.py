@@ -76,13 +76,13 @@ def _fill(file: Path, folder: Path, dtype: torch.dtype, watch: Watch) -> None:
     given.file.pages.release()
 
 
-def _sayable(given: GgufModel) -> None:
+def _sayable(model: GgufModel) -> None:
     """Raise CaptureError where the file changes a model in what no config.json says."""
-    own, tensors = given.architecture, given.file.tensors
+    own, tensors = model.architecture, model.file.tensors
     apart = [name for name in own.read_apart if name in tensors]
     if apart and type(own).adapt is not Base.adapt:
         raise CaptureError(
-            f"{given.file.path}: no config.json says what {apart[0]} holds; compile the GGUF file itself"
+            f"{model.file.path}: no config.json says what {apart[0]} holds; compile the GGUF file itself"
         )
 
 

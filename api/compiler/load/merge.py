@@ -176,10 +176,10 @@ def _missing(adapter: PeftAdapter, tensor: str, name: str, known: Mapping[str, T
 
 
 def _same(
-    adapter: PeftAdapter, tensor: str, size: torch.Size, name: str, wanted: torch.Size
+    adapter: PeftAdapter, tensor: str, size: torch.Size, name: str, expected: torch.Size
 ) -> None:
-    if size != wanted:
+    if size != expected:
         raise InputError(
-            f"adapter {adapter.path}: {tensor} is for a weight {list(size)}, and the model's {name} is {list(wanted)}; "
-            f"{adapter.another}"
+            f"adapter {adapter.path}: {tensor} is for a weight {list(size)}, and the model's {name} is "
+            f"{list(expected)}; {adapter.another}"
         )

@@ -56,7 +56,7 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
         for i, n in some.items()
         if n.target is rope.default
     }
-    read = None if program.beside is None else reader(program.beside)
+    read = None if program.second_model is None else reader(program.second_model)
     for tokens, known in text:
         found: dict[int, Observed] = {}
         hidden: list[Tensor] = []

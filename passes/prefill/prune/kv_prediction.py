@@ -62,7 +62,7 @@ class KvPrediction(Tables, Base):
     breaks = frozenset({Invariant.BATCH_INVARIANCE, Invariant.CALL_INDEPENDENT})
 
     @property
-    def beside(self) -> str:
+    def second_model_folder(self) -> str:
         """See Pass."""
         return self.aux
 
@@ -83,7 +83,7 @@ class KvPrediction(Tables, Base):
             known = {source: _numbers(row.layers[source])}
             sources = dict.fromkeys(above, source)
             if self.aux:
-                known = {j: _with_one(x) for j, x in enumerate(row.beside)}
+                known = {j: _with_one(x) for j, x in enumerate(row.second_layers)}
                 sources = spread(layers, len(known))
             for j, x in known.items():
                 squares[j] = squares.get(j, 0) + x.mT @ x
@@ -120,20 +120,22 @@ class KvPrediction(Tables, Base):
     def _by_another(self, program: Program) -> Report:
         """Let the model beside read prompts."""
         _check(program)
-        if program.beside is None:
+        if program.second_model is None:
             raise PassError("kv-prediction: the model of `aux` was not read; build the recipe")
         layers, maps = layers_with_state(program), self._maps(program)
         entry = program.copy().step
         calls = layer_calls(program, entry)
         given = (entry.input(name) for name in ("tokens", "positions"))
         with entry.graph.inserting_before(calls[0]):
-            rows = trace(Editor(program, entry.graph), "beside", reader(program.beside), *given)
+            rows = trace(
+                Editor(program, entry.graph), "beside", reader(program.second_model), *given
+            )
         sources = spread(layers, len(rows))
         _predict(program, calls, {i: rows[j] for i, j in sources.items()}, maps)
         filling(program, entry, self.least, whole=True)
         program.facts.notes.append(
             f"kv-prediction predicts a prompt's keys and values from the {len(rows)} layers of "
-            f"{program.beside.facts.name}, which has {program.beside.facts.parameters:,} parameters"
+            f"{program.second_model.facts.name}, which has {program.second_model.facts.parameters:,} parameters"
         )
         return Report(changed=len(layers))
 

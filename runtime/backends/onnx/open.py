@@ -118,7 +118,11 @@ def copied(
     """State buffers of their own: of all rows, which share what is never written in place, or of `rows` [n]."""
     found = dict(buffers)
     for value in state:
-        if value.name in buffers and not value.pooled and not (value.kept and rows is None):
+        if (
+            value.name in buffers
+            and not value.pooled
+            and not (value.written_between_steps and rows is None)
+        ):
             old = buffers[value.name]
             count = len(old) if rows is None else rows.size
             found[value.name] = made(value, (count, *old.shape[1:]))

@@ -341,7 +341,7 @@ class OrtSession:
         """See protocol.BackendSession. What forks may share is copied whole."""
         moved, shared = (
             np.flatnonzero(rows != np.arange(rows.size)),
-            {v.name for v in self._state if v.kept},
+            {v.name for v in self._state if v.written_between_steps},
         )
         buffers = dict(self._buffers)
         for value in self._state:

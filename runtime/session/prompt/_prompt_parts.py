@@ -23,7 +23,7 @@ def picks(plan: Pick, scores: Scores, count: int | None = None) -> Ints:
     best; of equals the earlier. What is no number is the lowest. `count`: tokens of the whole prompt, of which
     these are left; None: all are.
     """
-    most = plan.kept(scores.size if count is None else count)
+    most = plan.tokens_kept(scores.size if count is None else count)
     if scores.size <= most:
         return np.arange(scores.size)
     worth = np.nan_to_num(scores.astype(np.float64), nan=-np.finfo(np.float64).max)

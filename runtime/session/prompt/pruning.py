@@ -58,7 +58,9 @@ class PromptPruning(SessionObserver, CallWatcher, PromptRunner):
 
     def prunes(self, counts: Ints) -> bool:
         """Whether prompts of so many tokens are."""
-        return any(plan.always or plan.kept(int(n)) < n for plan in self.plan for n in counts)
+        return any(
+            plan.always or plan.tokens_kept(int(n)) < n for plan in self.plan for n in counts
+        )
 
     def slots(self, ends: Ints) -> list[int]:
         """How many slots the layers after each stage need where those before need `ends` [B]."""
@@ -91,7 +93,7 @@ class PromptPruning(SessionObserver, CallWatcher, PromptRunner):
         """How many slots prompts of `counts` [B] tokens take in each part."""
         left, most = counts, [int(counts.max())]
         for plan in self.plan:
-            left = np.minimum(left, [plan.kept(int(n)) for n in counts])
+            left = np.minimum(left, [plan.tokens_kept(int(n)) for n in counts])
             most.append(int(left.max()))
         return most
 
