@@ -128,30 +128,30 @@ class NumericCheck:
                 errors.append(token_errors(*pair))
         return torch.cat(errors), found
 
-    def _moved(self, program: Program, entry: str, found: list[list[Tensor]]) -> Tensor:
+    def _moved(self, program: Program, entry: str, logits: list[list[Tensor]]) -> Tensor:
         """Of each token [n] of every way, what is left of the last places of the model's vectors: where a cache keeps a
-        few bits, and later layers go by what was kept, that may be more than `STEP_OF_CODES`. `found`: its logits.
+        few bits, and later layers go by what was kept, that may be more than `STEP_OF_CODES`. `logits`: the program's.
         """
         other = nudged(program)
         with other.params.read_once():
             moved = self._errors(other, entry)[1]
-        pairs = zip(sum(moved, []), sum(found, []), strict=True)
+        pairs = zip(sum(moved, []), sum(logits, []), strict=True)
         return torch.cat([token_errors(got, want) for got, want in pairs])
 
-    def _rebase(self, program: Program, found: list[list[Tensor]] | None) -> None:
+    def _rebase(self, program: Program, logits: list[list[Tensor]] | None) -> None:
         """After a pass that may move the logits, later ones are held to what it left: where tokens are
-        encoded in blocks, way by way, for what a call itself brings is exact. `found`: the logits of every way
+        encoded in blocks, way by way, for what a call itself brings is exact. `logits`: those of every way
         with nothing rounded, where they are known.
         """
         blocks = in_blocks(program)
         with program.params.read_once():
-            if found is None:
-                plain, found = exact(program), []
+            if logits is None:
+                plain, logits = exact(program), []
                 for tokens, _ in self.cases:
                     ways = run_both_ways(plain, tokens) if blocks else [(run_whole(plain, tokens),)]
-                    found.append([way[0] for way in ways])
-            self.cases = [(case[0], ways[0]) for case, ways in zip(self.cases, found, strict=True)]
-            self.apart = found if blocks else []
+                    logits.append([way[0] for way in ways])
+            self.cases = [(case[0], ways[0]) for case, ways in zip(self.cases, logits, strict=True)]
+            self.apart = logits if blocks else []
             rounds = bool(program.nodes(*PRODUCTS))
             self.rounded = [run_whole(program, t) for t, _ in self.cases] if rounds else []
 

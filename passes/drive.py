@@ -171,10 +171,10 @@ def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
 
 
 def _compressed(
-    program: Program, buffers: dict[str, Tensor], given: dict[str, Tensor], batch: int, slots: int
+    program: Program, buffers: dict[str, Tensor], inputs: dict[str, Tensor], batch: int, slots: int
 ) -> None:
     """Buffers after a run of the entry `compress`, the recent ones empty."""
-    out = program.run(COMPRESS.name, {**given, **buffers})
+    out = program.run(COMPRESS.name, {**inputs, **buffers})
     for name, value in out.items():
         buffers[state_of(name)] = value
     for state in program.state:

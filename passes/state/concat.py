@@ -96,7 +96,7 @@ class Concat(Pass):
 
 
 def _inputs(
-    program: Program, graph: fx.Graph, copied: dict[fx.Node, fx.Node], held: list[State]
+    program: Program, graph: fx.Graph, copied: dict[fx.Node, fx.Node], states: list[State]
 ) -> None:
     """Placeholders of the entry; positions of slots and `rows` have none and stand for what replaces them."""
     step = program.step
@@ -111,7 +111,7 @@ def _inputs(
     past = editor.symbol("P", _PAST)
     sizes = {"B": batch, "C": past, SLOTS: past}
     mask = editor.placeholder("attention_mask", (batch, editor.symbol("S", _SEEN)), torch.int64)
-    for state in held:
+    for state in states:
         shape = [sizes[d] if isinstance(d, str) else d for d in state.shape]
         node = editor.placeholder(past_of(state), shape, torch.float32)
         copied[step.input(state.name)] = node

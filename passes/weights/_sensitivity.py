@@ -102,15 +102,15 @@ class _Run:
     def _value(
         self, node: fx.Node, inputs: Mapping[str, Any], values: Mapping[fx.Node, Any]
     ) -> Any:
-        def given(n: fx.Node) -> Any:
+        def value_of(n: fx.Node) -> Any:
             return operand(n, self.params, values)
 
         if node in self.products:
             name = self.products[node]
-            x, bias = given(operand_of(node, "input")), operand_of(node, "bias")
+            x, bias = value_of(operand_of(node, "input")), operand_of(node, "bias")
             made = _Product.apply(x, self.start, lambda: self.params[name], self.note(name))  # type: ignore[no-untyped-call]
-            return made if bias is None else made + given(bias)
-        args, kwargs = map_arg(node.args, given), map_arg(node.kwargs, given)
+            return made if bias is None else made + value_of(bias)
+        args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
         if isinstance(node.target, Region):
             skipped = isinstance(node.target, Conditional) and not args[0]
             graph = node.target.otherwise if skipped else node.target.graph  # type: ignore[attr-defined]

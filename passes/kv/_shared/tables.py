@@ -15,8 +15,8 @@ from accel.ir.program import Program, operand
 from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.calibrate import calibrate
-from accel.passes.kv._shared.beside import reader
 from accel.passes.kv._shared.cached import appends
+from accel.passes.kv._shared.second_model import reader
 from accel.passes.trained import Parts, product
 
 Text = Iterable[tuple[Tensor, Tensor]]  # tokens [B,T+1], which of them can be predicted [B,T]
@@ -65,7 +65,7 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
         def visit(
             node: fx.Node,
             *operands: Tensor,
-            found: dict[int, Observed] = found,
+            observed: dict[int, Observed] = found,
             hidden: list[Tensor] = hidden,
             before: dict[int, dict[str, Tensor]] = before,
         ) -> None:
@@ -84,7 +84,7 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
                 )  # fmt: skip
                 form = replace(form_of(x), sink=sink, bias=bias)
                 q, k, v = operands[:3]
-                found[layer] = Observed(q, k, v, form, **before[layer])
+                observed[layer] = Observed(q, k, v, form, **before[layer])
 
         wanted = [*nodes.values(), *turns, *([first] if first is not None else [])]
         calibrate(program, tokens[:, :-1], wanted, visit)

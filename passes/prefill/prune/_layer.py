@@ -50,13 +50,17 @@ def near(scores: Tensor, kernel: int) -> Tensor:
 
 
 def products(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, own: bool = True
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    include_self: bool = True,
 ) -> Tensor:
     """q k^T of queries [B,H,N,D] and keys [B,G,S,D], summed over the heads: [B,N,S]; queries that share a key are
-    added first. 0 where a query does not see the slot; unless `own`, neither its own token.
+    added first. 0 where a query does not see the slot; unless `include_self`, neither its own token.
     """
     shared = queries.unflatten(1, (keys.shape[1], -1)).sum(2)  # [B,G,N,D]
     summed: Tensor = (shared.float() @ keys.float().transpose(-1, -2)).sum(1)
     place, where = query_positions[:, :, None], positions[:, None]
-    hidden = (where < 0) | (where > place if own else where >= place)
+    hidden = (where < 0) | (where > place if include_self else where >= place)
     return summed.masked_fill(hidden, 0)

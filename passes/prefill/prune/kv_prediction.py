@@ -20,7 +20,7 @@ from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Sizes, Tables
 from accel.ir.trace import trace
 from accel.passes import Report
-from accel.passes.kv._shared.beside import joined, reader
+from accel.passes.kv._shared.second_model import joined, reader
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.prefill._entry import added, layer_calls
 from accel.passes.prefill.prune import Base
@@ -221,7 +221,7 @@ def mapped(weight: Tensor, keys: tuple[int, int], values: tuple[int, int]) -> An
     """A function of rows [B,T,F]: keys and values of these numbers of heads and widths, by a map [F+1,…]."""
     matrix, bias = weight[:-1].mT.contiguous(), weight[-1].contiguous()
 
-    def found(known: Tensor) -> tuple[Tensor, Tensor]:
+    def predicted(known: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.nn.functional.linear(known, matrix, bias)
         k, v = out.split([keys[0] * keys[1], values[0] * values[1]], dim=2)
         return (
@@ -229,7 +229,7 @@ def mapped(weight: Tensor, keys: tuple[int, int], values: tuple[int, int]) -> An
             v.unflatten(2, list(values)).transpose(1, 2),
         )
 
-    return found
+    return predicted
 
 
 def _appended(call: fx.Node, layer: int) -> tuple[fx.Node, fx.Node]:

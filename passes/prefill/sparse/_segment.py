@@ -49,9 +49,11 @@ class Method(Protocol):
     def fuse(self, weights: Tensor, before: Tensor) -> Tensor: ...
 
 
-def sparse_entry(program: Program, method: Method, own: Mapping[int, Method]) -> tuple[Entry, int]:
+def sparse_entry(
+    program: Program, method: Method, layer_methods: Mapping[int, Method]
+) -> tuple[Entry, int]:
     """The step's inputs and state -> its state, and `queries.<layer>` where the step gives them; no
-    logits. In how many layers attention reads what the method, or the layer's `own`, chooses.
+    logits. In how many layers attention reads what the method, or the layer's `layer_methods`, chooses.
 
     All real tokens of a row are one segment from slot `slots [B]` on, before which lie whole blocks of
     `block` slots, and enough of them to choose from.
@@ -66,7 +68,7 @@ def sparse_entry(program: Program, method: Method, own: Mapping[int, Method]) ->
         assert isinstance(region, Region)
         node = next((n for n in region.graph.nodes if n.target is attention.default), None)
         if node is not None and layer >= method.first and operands_of(node).mask == "causal":
-            before = _gathered(program, own.get(layer, method), call, node, before)
+            before = _gathered(program, layer_methods.get(layer, method), call, node, before)
             count += 1
     if not count:
         raise PassError(
