@@ -87,14 +87,14 @@ class NumericCheck:
         fresh = program.params.origins.keys() - self.known
         plain = exact(restored(program, fresh))
         with plain.params.read_once():
-            errors, found = self._errors(plain, step.entry)
+            errors, logits = self._errors(plain, step.entry)
         lossy = step.error > Pass.error and not fresh
         slack = codes_slack(program)
         share = 0.9 if lossy or slack else 1.0
         worst = quantile(errors, 0.5 if share < 1 and program.nodes(TOPK) else share)
         bound = max(Pass.error if fresh else step.error, slack)
         if worst > bound and codes_turn(program):
-            bound = max(bound, NOISE * quantile(self._moved(plain, step.entry, found), 0.9))
+            bound = max(bound, NOISE * quantile(self._moved(plain, step.entry, logits), 0.9))
         if worst > bound:
             said = f"the logits differ by {worst:.2e} of the largest, more than {bound:g}"
             if lossy:
@@ -111,7 +111,7 @@ class NumericCheck:
             )
         if fresh or lossy:
             self.known |= fresh
-            self._rebase(program, found if lossy else None)
+            self._rebase(program, logits if lossy else None)
         return worst
 
     def _errors(self, program: Program, entry: str) -> tuple[Tensor, list[list[Tensor]]]:

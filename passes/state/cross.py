@@ -34,10 +34,12 @@ class Cross(Pass):
 
     def run(self, program: Program) -> Report:
         step = program.step
-        given = [n for n in step.graph.find_nodes(op="placeholder") if n.target in _ENCODER]
-        if not given:
+        encoder_inputs = [
+            n for n in step.graph.find_nodes(op="placeholder") if n.target in _ENCODER
+        ]
+        if not encoder_inputs:
             return Report()
-        _unify_batch(program, given)
+        _unify_batch(program, encoder_inputs)
         decoder = _depending(step.graph, {step.input("tokens"), step.input("positions")})
         sites = step.graph.find_nodes(op="call_function", target=attention.default)
         crossing = [n for n in sites if n in decoder and not decoder.intersection(_read(n))]
@@ -46,16 +48,16 @@ class Cross(Pass):
                 f"{program.facts.name} has no cross-attention that accel recognises, so its encoder "
                 "cannot run separately from its decoder"
             )
-        wanted = _wanted([n for n in sites if n in decoder], crossing)
-        program.entries["encode"] = _encode(program, given, wanted)
-        self._read(program, given[0], crossing, wanted)
-        left = [u.name for n in given for u in n.users]
+        cross_states = _wanted([n for n in sites if n in decoder], crossing)
+        program.entries["encode"] = _encode(program, encoder_inputs, cross_states)
+        self._read(program, encoder_inputs[0], crossing, cross_states)
+        left = [u.name for n in encoder_inputs for u in n.users]
         if left:
             raise PassError(
                 f"the decoder reads the encoder outside cross-attention, by {', '.join(left[:3])}; "
                 "accel caches only the keys and values of cross-attention"
             )
-        for node in given:
+        for node in encoder_inputs:
             step.graph.erase_node(node)
         return Report(changed=len(crossing))
 

@@ -126,16 +126,16 @@ def _divide(
             runs[-1].append(i)
         else:
             runs.append([i])
-    found = {}
+    bits = {}
     for run in runs:
         name = f"{site.name}[{run[0]}:{run[-1] + 1}]"
         program.params[name] = Stacked.rows([stored.parts[i] for i in run])
-        found[name] = 8 if eight[run[0]] else 4
+        bits[name] = 8 if eight[run[0]] else 4
     for node in site.linears:
         editor = Editor(program, node.graph)
         bias, start, made = operand_of(node, "bias"), 0, []
         with node.graph.inserting_before(node):
-            for name in found:
+            for name in bits:
                 end = start + int(program.params.blank(name).shape[0])
                 own = None
                 if bias is not None:
@@ -147,4 +147,4 @@ def _divide(
                 start = end
             whole = editor.call(aten.cat.default, made, -1, like=node)
         replace(node, whole)
-    return found
+    return bits

@@ -37,13 +37,13 @@ def rounding_losses(
     tokens [n,T]; products: nodes of the step, with the name of their weight; rounding: [N,K] -> [N,K]; parts: how
     many rows each part of a weight has. A product that no token reaches costs nothing.
     """
-    found = {name: [0.0] * len(rows) for name, rows in parts.items()}
+    losses = {name: [0.0] * len(rows) for name, rows in parts.items()}
 
     def note(name: str) -> Note:
         def add(weight: Tensor, inputs: Tensor, gradient: Tensor) -> None:
             off = F.linear(inputs, rounding(weight) - weight) * gradient
             for i, part in enumerate(off.split(parts[name], dim=-1)):
-                found[name][i] += float(part.sum(-1).square().sum()) / (2 * tokens.numel())
+                losses[name][i] += float(part.sum(-1).square().sum()) / (2 * tokens.numel())
 
         return add
 
@@ -57,7 +57,7 @@ def rounding_losses(
         drawn = torch.multinomial(odds.detach().exp(), 1, generator=generator)
         if odds.requires_grad:
             odds.gather(-1, drawn).sum().backward()
-    return found
+    return losses
 
 
 class _Product(torch.autograd.Function):

@@ -134,7 +134,7 @@ class _Rounds(Rounds):
         self._drafting = self._time() - begun
         if not any(map(len, trees.values())):
             return self._plain(list(trees), start, limit)
-        held, kept = self._session.lengths, dict[int, list[int]]()
+        lengths, kept_columns = self._session.lengths, dict[int, list[int]]()
         before = {i: len(self._rows[i].tokens) for i in trees}
         called = clock.now()
         branches = any(tree.branch is not None for tree in trees.values())
@@ -143,14 +143,14 @@ class _Rounds(Rounds):
         try:
             for i, tree in trees.items():
                 try:
-                    kept[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
+                    kept_columns[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
                 except Exception as error:
                     self._rows[i].fail(error)
         finally:  # what was judged stands, even where it is interrupted
-            back = self._settle(kept, held, branches)
+            back = self._settle(kept_columns, lengths, branches)
         whole = clock.now() - start
         if self._drafts:
-            self._weigh(kept, back, self._drafting / max(call, 1e-9), whole)
+            self._weigh(kept_columns, back, self._drafting / max(call, 1e-9), whole)
         self._rows[0].clock(self._drafting, call, whole)  # for all
         self._rows[0].draft_kv_bytes = max(self._rows[0].draft_kv_bytes, self._drafters.kv_bytes)
         return [(i, token) for i in trees for token in self._rows[i].tokens[before[i] :]]

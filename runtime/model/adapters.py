@@ -215,7 +215,7 @@ def low_rank(
                 "(adapters={name: DIR})"
             )
     rank = max(len(update.a) for update in adapter.updates)
-    found: dict[str, npt.NDArray[np.float32]] = {}
+    arrays: dict[str, npt.NDArray[np.float32]] = {}
     for update in adapter.updates:
         into, out = modules[update.module]
         own = len(update.a)
@@ -226,5 +226,5 @@ def low_rank(
             )
         a, b = np.zeros((into, rank), np.float32), np.zeros((rank, out), np.float32)
         a[:, :own], b[:own] = update.a.T, update.b.T * np.float32(adapter.scale(update.module, own))
-        found |= {a_of(update.module): a, b_of(update.module): b}
-    return rank, found
+        arrays |= {a_of(update.module): a, b_of(update.module): b}
+    return rank, arrays

@@ -429,7 +429,7 @@ class SessionCore:
         """One graph call, after making room for every slot that it writes, padding included; a flat one where that
         pays. `watchers` (None: all) hear of its tokens; of those of a `tree` all do when a path of it is kept.
         """
-        backend, wanted = self.backend, rows.shape[1]
+        backend, width = self.backend, rows.shape[1]
         if self._tile > 1:
             tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
         self.make_room(slots, tokens.shape[1])
@@ -449,7 +449,7 @@ class SessionCore:
         for one in listeners:
             one.after(tokens, positions, extra)
         self.count(1, real, start)
-        return logits if wanted == rows.shape[1] else logits[:, :wanted]
+        return logits if width == rows.shape[1] else logits[:, :width]
 
     def part(self, entry: str, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
         """A call of an entry that takes what a step takes and gives no logits."""

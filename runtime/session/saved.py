@@ -225,7 +225,7 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
     backend, origin, header = core.backend, core.origin, saved.header
     assert origin is not None
     lengths = np.array(header["lengths"], np.int64)
-    given: Arrays = {}
+    buffers: Arrays = {}
     layers = 1 + max((v.layer for v in origin.state if v.layer is not None), default=0)
     for value in origin.state:
         start = _STATE + value.name
@@ -241,11 +241,11 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
                 raise SavedSessionError(
                     f"{saved.path}: {value.name} cannot be decoded ({error}); save the session again"
                 ) from error
-            given[value.name] = decoded.astype(value.dtype)
+            buffers[value.name] = decoded.astype(value.dtype)
         elif start in saved.arrays:
-            given[value.name] = array = saved.arrays[start]
+            buffers[value.name] = array = saved.arrays[start]
             _check_shape(saved, value, array.shape, array.dtype.name, origin)
-    backend.put(given)
+    backend.put(buffers)
     for one in core.observers:
         start = f"{type(one).__name__}/"
         known = {n.removeprefix(start): a for n, a in saved.arrays.items() if n.startswith(start)}
@@ -259,7 +259,7 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
                 "session again"
             ) from error
     core.lengths, core.kin = lengths, Kin.copies(np.arange(core.batch), lengths)
-    _check_slots(saved, core, given)
+    _check_slots(saved, core, buffers)
     if header["room"]:
         core.need(header["room"])
 

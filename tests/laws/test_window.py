@@ -130,7 +130,7 @@ def test_the_law_catches(broken, monkeypatch):
         self._state["kv.pos.1"] = held
 
     if broken == "one too few":
-        monkeypatch.setattr(Window, "kept", property(lambda self: self.size - 2))
+        monkeypatch.setattr(Window, "tokens_kept", property(lambda self: self.size - 2))
         monkeypatch.setattr(WindowState, "held_from", np.zeros(3, np.int64))
     elif broken == "stale positions":
         monkeypatch.setattr(EagerSession, "drop", stale)

@@ -110,7 +110,7 @@ def cache(
 ) -> Cache:
     """By formula, from the layout of the state and what the recipe keeps."""
     many = _layers_of(program, sizes)
-    slot = kept = fixed = windowed = 0.0
+    slot = kept_slot = fixed = windowed = 0.0
     heads, forms = _ragged(program), _forms(methods)
     low, once = [0.0] * forms, [0.0] * forms
     for state in program.state:
@@ -123,17 +123,17 @@ def cache(
         elif grows(state.shape):
             slot += size
         elif state.written_between_steps and not state.ragged:
-            kept += size
+            kept_slot += size
         elif not state.cross:
             fixed += size
     if program.facts.kv is not None and program.facts.kv.flush:
-        kept /= program.facts.kv.flush  # a slot is a block
+        kept_slot /= program.facts.kv.flush  # a slot is a block
     tokens = {n: _kept(program, sizes, methods, n) for n in prompts}
     if (window := program.facts.window) is not None:
         tokens = {
             n: replace(held, window=window.slots(_calls(program, n))) for n, held in tokens.items()
         }
-    return Cache(slot, kept, fixed, tokens, dense, tuple(low), tuple(once), windowed)
+    return Cache(slot, kept_slot, fixed, tokens, dense, tuple(low), tuple(once), windowed)
 
 
 def _calls(program: Program, prompt: int) -> list[int]:
@@ -327,7 +327,7 @@ def _read_of_cache(program: Program, sizes: Sizes | None, tokens: Held) -> dict[
     and a layer that is left out nothing.
     """
     facts, depth = program.facts, program.facts.depth
-    many, found = _layers_of(program, sizes), dict[str, float]()
+    many, bytes_read = _layers_of(program, sizes), dict[str, float]()
     heads = _ragged(program)
     forms = {s.name: s.dtype for s in program.state}
     for state in program.state:
@@ -346,5 +346,7 @@ def _read_of_cache(program: Program, sizes: Sizes | None, tokens: Held) -> dict[
             continue
         codes = replace(state, detail="").name  # whose scales it may be
         form = forms.get(codes, state.dtype)
-        found[form] = found.get(form, 0.0) + _size(state, sizes, heads) * many.get(layer, 1) * slots
-    return found
+        bytes_read[form] = (
+            bytes_read.get(form, 0.0) + _size(state, sizes, heads) * many.get(layer, 1) * slots
+        )
+    return bytes_read

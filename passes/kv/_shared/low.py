@@ -136,7 +136,7 @@ def read(
             letters[letter] = editor.symbol(letter, example)
         own |= {name: buffer(program, editor, state, letters) for name, state in states.items()}
     kept_values |= own
-    found: dict[str, Any] = {}
+    operands: dict[str, Any] = {}
     for role, width in widths.items():
         names = [name for form in forms(keep) for name in form.reads(role, width)]
 
@@ -148,7 +148,7 @@ def read(
             return torch.cat((*low, high), dim=2)
 
         with editor.graph.inserting_before(node):
-            found[f"kept_{role}"] = trace(
+            operands[f"kept_{role}"] = trace(
                 editor,
                 f"low.{layer}",
                 joined,
@@ -159,10 +159,10 @@ def read(
             )
     where = [own[_name(Part.POSITIONS, form.detail())] for form in forms(keep)]
     with editor.graph.inserting_before(node):
-        found["kept_pos"] = editor.call(
+        operands["kept_pos"] = editor.call(
             torch.ops.aten.cat.default, [*where, kept_operands["kept_pos"]], 2, like=node
         )
-    return {"kept_v": found["kept_k"], **found}
+    return {"kept_v": operands["kept_k"], **operands}
 
 
 def demoted(

@@ -58,14 +58,14 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
     }
     read = None if program.second_model is None else reader(program.second_model)
     for tokens, known in text:
-        found: dict[int, Observed] = {}
+        layers: dict[int, Observed] = {}
         hidden: list[Tensor] = []
         before: dict[int, dict[str, Tensor]] = {i: {} for i in nodes}
 
         def visit(
             node: fx.Node,
             *operands: Tensor,
-            observed: dict[int, Observed] = found,
+            observed: dict[int, Observed] = layers,
             hidden: list[Tensor] = hidden,
             before: dict[int, dict[str, Tensor]] = before,
         ) -> None:
@@ -91,4 +91,4 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
         places = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
         with torch.no_grad():
             others = () if read is None else read(tokens[:, :-1], places)
-        yield Rows(tokens, known, found, next(iter(hidden), None), others)
+        yield Rows(tokens, known, layers, next(iter(hidden), None), others)

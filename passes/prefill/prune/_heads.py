@@ -110,7 +110,7 @@ def choose_heads(
     program: Program, entry: Entry, scores: fx.Node, stage: int, count: int
 ) -> fx.Node:
     """The mask of a stage: the `count` heads with the highest scores, of those that the stage before left."""
-    own, before = entry.input(mask_name(stage)), []
+    mask_input, before = entry.input(mask_name(stage)), []
     if stage > 1:
         before.append(entry.input(mask_name(stage - 1)))
 
@@ -130,7 +130,7 @@ def choose_heads(
             mask,
             scores,
             entry.input("positions"),
-            own,
+            mask_input,
             *before,
         )
     return made

@@ -188,14 +188,14 @@ def _predict(
     maps: Mapping[int, Tensor],
 ) -> None:
     """Let layers append what is predicted of their sources [B,T,F]."""
-    for layer, found in maps.items():
+    for layer, weight in maps.items():
         call, (keys, values) = calls[layer], _appended(calls[layer], layer)
         known, heads = sources[layer], _heads((keys, values))
         region = call.target
         assert isinstance(region, Region)
-        if len(found) != known.meta["val"].shape[2] + 1:
+        if len(weight) != known.meta["val"].shape[2] + 1:
             raise PassError(
-                f"kv-prediction: the map of layer {layer} takes {len(found) - 1} numbers of a token, but the layer "
+                f"kv-prediction: the map of layer {layer} takes {len(weight) - 1} numbers of a token, but the layer "
                 f"that it is predicted from has {known.meta['val'].shape[2]}; measure it again for this model"
             )
         with region.graph.inserting_after(list(region.graph.find_nodes(op="placeholder"))[-1]):
@@ -209,7 +209,7 @@ def _predict(
             made = trace(
                 Editor(program, region.graph),
                 f"{region.name}.predicted",
-                mapped(found, *heads),
+                mapped(weight, *heads),
                 holder,
             )
         for node, new in zip((keys, values), made, strict=True):

@@ -195,13 +195,13 @@ def chosen(
         | {"attention": lambda: probabilities(inputs["logits"], form)}
         | {"earlier": lambda: torch.arange(k.shape[2], device=k.device) < first[:, None]}
     )
-    held = None  # the slot of each key in the order of blocks [B,G,S]; None: its number
+    order = None  # the slot of each key in the order of blocks [B,G,S]; None: its number
     blocks = k.shape[2] // size
     if method.orders:
         blocks = k.shape[2] // method.segment * (method.segment // size)
-        held = _ordered(inputs.call(method.order), method.segment)
-        inputs.add({"slots": held})
-    keys = k[:, :, : blocks * size] if held is None else taken(k, held)
+        order = _ordered(inputs.call(method.order), method.segment)
+        inputs.add({"slots": order})
+    keys = k[:, :, : blocks * size] if order is None else taken(k, order)
     inputs.add(method.summary(keys.reshape(k.shape[0], groups, blocks, size, width)))
     number = torch.arange(blocks, device=k.device)
     past = ((number + 1) * size)[None] <= first[:, None]  # [B,NB]
@@ -217,8 +217,8 @@ def chosen(
     best = ranked.topk((method.budget - method.columns) // size, dim=2).indices  # [B,G,K]
     inside = torch.arange(size, device=k.device)
     slots = (best[..., None] * size + inside).flatten(2)  # [B,G,M]
-    if held is not None:
-        slots = held.gather(2, slots)
+    if order is not None:
+        slots = order.gather(2, slots)
     unread = left_out.gather(2, best)[..., None].expand(-1, -1, -1, size).flatten(2)
     slots = slots.masked_fill(unread, -1)
     if method.columns:

@@ -64,7 +64,7 @@ class Part:
         A row's last call begins early enough for all the queries that are observed, and for more tokens than choose
         what they read (`kv.select`); the one before ends there.
         """
-        found: Arrays = {}
+        outputs: Arrays = {}
         stream: npt.NDArray[Any] | None = None
         left = self._left
         if before is None:
@@ -87,9 +87,9 @@ class Part:
                     stream[row, a : max(a, b)] = made[row, : max(0, b - a)]
             before = out.get("scores", before)
             for name, array in out.items():
-                found.setdefault(name, np.zeros_like(array))
-                found[name][ends] = array[ends]
-        return found if stream is None else {**found, "stream_out": stream}
+                outputs.setdefault(name, np.zeros_like(array))
+                outputs[name][ends] = array[ends]
+        return outputs if stream is None else {**outputs, "stream_out": stream}
 
     def _call(
         self, inputs: Arrays, columns: Ints, real: Bools, ends: Bools, before: Scores
