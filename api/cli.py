@@ -105,8 +105,8 @@ for module in (
     app.command(name, epilog=module.EXAMPLES)(getattr(module, name))
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(asked: bool) -> None:
+    if asked:
         from accel.ir.version import VERSION
 
         typer.echo(f"accel-compile {VERSION}")
@@ -155,14 +155,14 @@ def _guard(command: Callable[[], Any], spelled: Callable[[str], str]) -> int:
             import traceback
 
             traceback.print_exc()
-        text, code = told(error)
+        text, code = error_text(error)
         typer.echo(f"error: {spelled(' '.join(text.split()))}", err=True)
     if code == 130:
         typer.echo("interrupted", err=True)
     return code
 
 
-def told(error: Exception) -> tuple[str, int]:
+def error_text(error: Exception) -> tuple[str, int]:
     """What to tell a user of an exception, and the exit code."""
     if hasattr(error, "format_message"):  # click's usage errors, whichever click typer brings
         context = getattr(error, "ctx", None)

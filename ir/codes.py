@@ -64,15 +64,15 @@ class Computed(Stored):
     """
 
     pages: Pages
-    kept: list[Stored] = field(default_factory=list)  # shared by all that are made of it
+    computed: list[Stored] = field(default_factory=list)  # shared by all that are made of it
 
     def _value(self) -> Tensor:
         shape = self.source.shape
-        if not self.kept:
+        if not self.computed:
             if not spare(self.source.nbytes):
                 return torch.cat(list(self._parts()))
-            self.kept.append(self.pages.keep_parts(shape, torch.float32, self._parts()))
-        return self.kept[0].source
+            self.computed.append(self.pages.keep_parts(shape, torch.float32, self._parts()))
+        return self.computed[0].source
 
     def _parts(self) -> Iterator[Tensor]:
         """The weight, some rows after others."""

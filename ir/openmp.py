@@ -42,9 +42,9 @@ def rest_late() -> None:
         there.wait()
 
 
-def _team(there: threading.Event, cores: int) -> None:
+def _team(ready: threading.Event, cores: int) -> None:
     import torch
 
     torch.zeros(cores << 16).add_(1)  # enough numbers for all threads to take some
-    there.set()
+    ready.set()
     threading.Event().wait()

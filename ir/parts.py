@@ -16,16 +16,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Part:
-    """How the part of a method is made: `told` are the options by which the bundled one was."""
+    """How the part of a method is made: `settings` are the options by which the bundled one was."""
 
     key: str
-    told: Mapping[str, str]
+    settings: Mapping[str, str]
     of_two: bool  # whether it is for a model and its draft model
 
     @property
     def measured(self) -> bool:
         """Whether it needs statistics only, and so can be made at build."""
-        return "rate" not in self.told
+        return "rate" not in self.settings
 
     @property
     def verb(self) -> tuple[str, str]:
@@ -45,9 +45,9 @@ class Part:
     @property
     def time(self) -> str:
         """How long that takes, by default."""
-        rows = int(self.told.get("samples", 0)) * int(self.told["rows"])
+        rows = int(self.settings.get("samples", 0)) * int(self.settings["rows"])
         if self.measured:
-            return f"reads {rows * int(self.told['length']):,} tokens"
+            return f"reads {rows * int(self.settings['length']):,} tokens"
         return f"continues {rows} texts" if rows else "30 minutes (minutes=…)"
 
 
@@ -69,10 +69,10 @@ def part(key: str, measured: bool) -> Part:
     return parts().get(key, Part(key, plain, False))
 
 
-def how(one: Part) -> str:
+def how(part: Part) -> str:
     """What makes a part, as the end of an error."""
-    at_build = ", or build with train=True" if one.measured else ""
-    return f"{one.verb[0]} it: {one.command} ({one.time}){at_build}"
+    at_build = ", or build with train=True" if part.measured else ""
+    return f"{part.verb[0]} it: {part.command} ({part.time}){at_build}"
 
 
 def bundled(key: str) -> Path:

@@ -25,7 +25,7 @@ class Pick:
     observe: int = 1
     always: bool = False
 
-    def kept(self, count: int) -> int:
+    def tokens_kept(self, count: int) -> int:
         """How many tokens stay of a prompt of `count`; at least 1."""
         most = min(count, self.tokens) if self.tokens else count
         return max(min(1, count), min(most, math.floor(self.share * count + 1e-9)))
@@ -86,6 +86,6 @@ class Prefill:
     fill: Fill | None = None
     latents: int = 0
 
-    def held(self, count: int) -> int:
+    def cached_slots(self, count: int) -> int:
         """Slots that the model's own cache has of a prompt of `count` tokens."""
-        return (count if self.filter is None else self.filter.kept(count)) + self.latents
+        return (count if self.filter is None else self.filter.tokens_kept(count)) + self.latents

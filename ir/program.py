@@ -50,7 +50,7 @@ class Program:
     dims: dict[str, str] = field(default_factory=dict)  # symbol -> letter, for text
     calibration: Calibration | None = None  # what passes over the weights go by
     spelling: Sequence[str] | None = None  # the text of each token, where a pass goes by it
-    beside: Program | None = None  # another model without state, where a pass goes by it
+    second_model: Program | None = None  # another model without state, where a pass goes by it
     traces: dict[Any, Any] = field(default_factory=dict)  # of accel.ir.trace; copies share them
     # what operators gave for fake operands of some shapes: layers are alike, and arithmetic on symbols is slow
     shapes: dict[Any, Tensor] = field(default_factory=dict)
@@ -133,25 +133,25 @@ def execute(graph: fx.Graph, params: Mapping[str, Tensor], inputs: Mapping[str, 
 
 
 def evaluate(
-    wanted: Iterable[fx.Node],
+    nodes: Iterable[fx.Node],
     params: Mapping[str, Tensor],
     inputs: Mapping[str, Any],
-    given: Mapping[fx.Node, Any] | None = None,
+    known_values: Mapping[fx.Node, Any] | None = None,
 ) -> list[Any]:
-    """Values of some nodes, computing only what they need; `given` cuts the graph at those nodes."""
-    values = dict(given or {})
-    targets = list(wanted)
-    needed = ancestors(targets, stop=set(values))
+    """Values of some nodes, computing only what they need; `known_values` cuts the graph at those nodes."""
+    values = dict(known_values or {})
+    outputs = list(nodes)
+    needed = ancestors(outputs, stop=set(values))
     waiting = {n: sum(u in needed for u in n.users) for n in needed}
-    for node in targets[0].graph.nodes if targets else ():
+    for node in outputs[0].graph.nodes if outputs else ():
         if node not in needed or node in values or node.op == "get_attr":
             continue
         values[node] = compute(node, params, inputs, values)
         for parent in node.all_input_nodes:
             waiting[parent] -= 1
-            if not waiting[parent] and parent not in targets:
+            if not waiting[parent] and parent not in outputs:
                 values.pop(parent, None)
-    return [operand(n, params, values) for n in targets]
+    return [operand(n, params, values) for n in outputs]
 
 
 def compute(

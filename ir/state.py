@@ -213,7 +213,7 @@ class StateValue:
         return self.writer is Writer.ENCODE
 
     @property
-    def kept(self) -> bool:
+    def written_between_steps(self) -> bool:
         """Whether the compress entry or the session writes it, and the step only reads it."""
         return self.writer in (Writer.COMPRESS, Writer.SESSION)
 

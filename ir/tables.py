@@ -44,15 +44,15 @@ class Rows:
     """Rows of a text, and what each layer reads of them.
 
     tokens: [B,T+1]. known: [B,T], above 0 where the next token can be predicted from the row. hidden [B,T,E]: what the
-    keys of the first of these layers are made of. beside: of each layer of a model beside it, [B,T,F], keys before RoPE
-    and values of a token in one row.
+    keys of the first of these layers are made of. second_layers: of each layer of a second model, [B,T,F], keys before
+    RoPE and values of a token in one row.
     """
 
     tokens: Any
     known: Any
     layers: Mapping[int, Observed]
     hidden: Any = None
-    beside: Any = ()
+    second_layers: Any = ()
 
 
 @dataclass(frozen=True)

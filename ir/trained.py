@@ -48,7 +48,7 @@ def place(key: str, model: str, options: Mapping[str, Any]) -> Path:
 
 
 def located(
-    one: Part,
+    part: Part,
     named: tuple[str, str],
     whose: str,
     model: str,
@@ -62,7 +62,7 @@ def located(
     with what a file tells. options: the method's. Raises `kind`, with how to make one.
     """
     option, given = named
-    key, done, act = one.key, one.verb[1], how(one)
+    key, done, act = part.key, part.verb[1], how(part)
     if given:
         act = f"{act}, and leave `{option}` out of the recipe"
         file = Path(given)
@@ -71,7 +71,7 @@ def located(
             raise kind(f"{key}: {file} was {done} for another model; for {whose}, {act}")
         return file
     reasons = []
-    for file in _kept(one, model, kind):
+    for file in _kept(part, model, kind):
         mine = file.name.startswith(stem(key, model))
         try:
             told = _notes(key, file, f"remove it, and {act}", kind)
@@ -101,11 +101,11 @@ def located(
     raise kind(f"{key}: {'; '.join([first, *reasons])}; for {whose}, {act}")
 
 
-def opened(one: Part, file: Path, kind: type[AccelError]) -> tuple[Tensors, dict[str, Any]]:
+def opened(part: Part, file: Path, kind: type[AccelError]) -> tuple[Tensors, dict[str, Any]]:
     """Tensors (integers as they are, others as float32), and notes of a method's file. Raises `kind`, which ends with
     how to make another: the file is not there, damaged, or another method's.
     """
-    key, act = one.key, how(one)
+    key, act = part.key, how(part)
     told = _notes(key, file, act, kind)
     try:
         with safe_open(file, framework="np") as inside:
@@ -126,9 +126,9 @@ def digest(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
     return found.hexdigest()
 
 
-def _kept(one: Part, model: str, kind: type[AccelError]) -> Iterator[Path]:
+def _kept(part: Part, model: str, kind: type[AccelError]) -> Iterator[Path]:
     """The kept files of a method, those of the model first. Raises `kind` where the cache is not the user's own."""
-    key = one.key
+    key = part.key
     try:
         folder = cache_folder() / _FOLDER
         if not folder.is_dir():
@@ -143,7 +143,7 @@ def _kept(one: Part, model: str, kind: type[AccelError]) -> Iterator[Path]:
         try:
             open_private(file).close()
         except OSError as error:
-            raise kind(f"{key}: {error}; remove it, and {how(one)}") from error
+            raise kind(f"{key}: {error}; remove it, and {how(part)}") from error
         yield file
 
 

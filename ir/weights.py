@@ -234,7 +234,7 @@ class Weights(MutableMapping[str, Tensor]):
         return value
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def read_once(self) -> Iterator[None]:
         """Within it, parameters are read once, as far as they fit into HELD bytes: for what runs the program
         several times, and changes none.
         """

@@ -21,7 +21,7 @@ STAGE = 1  # whose positions are those of these slots
 @dataclass(frozen=True)
 class Window:
     """Layers with a window have slots of their own. Where a call would need more than `most` of them, all tokens but
-    the newest `kept` are dropped before it.
+    the newest `tokens_kept` are dropped before it.
 
     size: the most tokens that a query sees, its own among them. back: so many of the newest tokens can always be
     rewound.
@@ -31,7 +31,7 @@ class Window:
     back: Positive
 
     @property
-    def kept(self) -> int:
+    def tokens_kept(self) -> int:
         """Tokens that stay: what the next token sees, and what it sees where `back` tokens are taken back."""
         return self.size - 1 + self.back
 
@@ -40,11 +40,13 @@ class Window:
         """Slots that calls of a few tokens fill, so that room is made once in more than `back` tokens."""
         return self.size + 2 * self.back
 
-    def stay(self, held: Ints, width: int) -> Ints:
-        """Of `held` [B] tokens of rows, how many stay as a call of `width` tokens begins."""
+    def stay(self, lengths: Ints, width: int) -> Ints:
+        """Of `lengths` [B] tokens of rows, how many stay as a call of `width` tokens begins."""
         import numpy as np
 
-        return np.where(held + width <= self.most, held, np.minimum(held, self.kept))
+        return np.where(
+            lengths + width <= self.most, lengths, np.minimum(lengths, self.tokens_kept)
+        )
 
     def slots(self, calls: Iterable[int]) -> int:
         """Slots of one row that calls of these numbers of tokens need."""

@@ -64,8 +64,8 @@ class Pass(Rewriting):
         return [self]
 
     @property
-    def beside(self) -> str:
-        """The folder of another model that it goes by, which is then `program.beside`; empty: none."""
+    def second_model_folder(self) -> str:
+        """The folder of another model that it goes by, which is then `program.second_model`; empty: none."""
         return ""
 
     def refuse(self, facts: Facts) -> str | None:

@@ -18,7 +18,7 @@ from accel.ir.state import state_of
 Visit = Callable[..., None]  # (node, *its operands that are no parameters)
 
 
-def calibrate(program: Program, tokens: Tensor, wanted: Collection[fx.Node], visit: Visit) -> None:
+def calibrate(program: Program, tokens: Tensor, nodes: Collection[fx.Node], visit: Visit) -> None:
     """Run tokens [n,T] from empty caches; `visit(node, *inputs)` before each wanted node is computed.
 
     What `visit` puts in the node's place is what later nodes are computed from. Values are freed
@@ -27,7 +27,7 @@ def calibrate(program: Program, tokens: Tensor, wanted: Collection[fx.Node], vis
     tokens = tokens[:, : program.facts.max_context]  # a pass may have found the model's own end
     for name in ("encode", "step"):
         if name in program.entries:
-            run = _Run(program, set(wanted), visit)
+            run = _Run(program, set(nodes), visit)
             run.graph(program.entries[name].graph, feeds(program, name, tokens), False)
 
 
@@ -77,8 +77,8 @@ def _encoder_inputs(program: Program, tokens: Tensor) -> dict[str, Tensor]:
 class _Run:
     """The interpreter of `calibrate`, for one entry."""
 
-    def __init__(self, program: Program, wanted: set[fx.Node], visit: Visit):
-        self.params, self.wanted, self.visit = program.params, wanted, visit
+    def __init__(self, program: Program, pending: set[fx.Node], visit: Visit):
+        self.params, self.pending, self.visit = program.params, pending, visit
 
     def graph(self, graph: fx.Graph, inputs: Mapping[str, Any], whole: bool) -> tuple[Any, ...]:
         """What the graph returns; nothing unless it is asked for `whole`."""
@@ -87,8 +87,8 @@ class _Run:
         done: set[fx.Node] = set(skipped)
         node = next(iter(graph.nodes))
         while node.op != "output":
-            if node in self.wanted:
-                self.wanted.discard(node)
+            if node in self.pending:
+                self.pending.discard(node)
                 before = node.prev
                 given = (a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr")
                 self.visit(node, *(operand(a, self.params, values) for a in given))
@@ -110,7 +110,7 @@ class _Run:
 
     def _targets(self, graph: fx.Graph) -> list[fx.Node]:
         """The wanted nodes of a graph, and the regions that hold some."""
-        return [n for n in graph.nodes if n in self.wanted or self._holds(n)]
+        return [n for n in graph.nodes if n in self.pending or self._holds(n)]
 
     def _holds(self, node: fx.Node) -> bool:
         target = node.target
@@ -137,11 +137,11 @@ def _keep(
     graph: fx.Graph,
     program: Program,
     inputs: Mapping[str, Any],
-    found: list[tuple[fx.Graph, dict[fx.Node, Any]]],
+    runs: list[tuple[fx.Graph, dict[fx.Node, Any]]],
 ) -> Any:
     """Run a graph and note every value of it, and of the regions in it."""
     values: dict[fx.Node, Any] = {}
-    found.append((graph, values))
+    runs.append((graph, values))
     for node in graph.nodes:
         if node.op == "output":
             return map_arg(node.args[0], lambda n: operand(n, program.params, values))
@@ -150,7 +150,7 @@ def _keep(
         if isinstance(node.target, Region):
             args = map_arg(node.args, lambda n: operand(n, program.params, values))
             inner = node.target.graph
-            values[node] = _keep(inner, program, _named(inner, args), found)
+            values[node] = _keep(inner, program, _named(inner, args), runs)
         else:
             with torch.no_grad():
                 values[node] = compute(node, program.params, inputs, values)

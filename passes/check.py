@@ -86,15 +86,15 @@ class NumericCheck:
         """
         fresh = program.params.origins.keys() - self.known
         plain = exact(restored(program, fresh))
-        with plain.params.held():
-            errors, found = self._errors(plain, step.entry)
+        with plain.params.read_once():
+            errors, logits = self._errors(plain, step.entry)
         lossy = step.error > Pass.error and not fresh
         slack = codes_slack(program)
         share = 0.9 if lossy or slack else 1.0
         worst = quantile(errors, 0.5 if share < 1 and program.nodes(TOPK) else share)
         bound = max(Pass.error if fresh else step.error, slack)
         if worst > bound and codes_turn(program):
-            bound = max(bound, NOISE * quantile(self._moved(plain, step.entry, found), 0.9))
+            bound = max(bound, NOISE * quantile(self._moved(plain, step.entry, logits), 0.9))
         if worst > bound:
             said = f"the logits differ by {worst:.2e} of the largest, more than {bound:g}"
             if lossy:
@@ -107,7 +107,7 @@ class NumericCheck:
             raise differs(f"{step.name} changed what the program computes: {wrong}", program)
         if fresh or lossy:
             self.known |= fresh
-            self._rebase(program, found if lossy else None)
+            self._rebase(program, logits if lossy else None)
         return worst
 
     def _errors(self, program: Program, entry: str) -> tuple[Tensor, list[list[Tensor]]]:
@@ -124,30 +124,30 @@ class NumericCheck:
                 errors.append(token_errors(*pair))
         return torch.cat(errors), found
 
-    def _moved(self, program: Program, entry: str, found: list[list[Tensor]]) -> Tensor:
+    def _moved(self, program: Program, entry: str, logits: list[list[Tensor]]) -> Tensor:
         """Of each token [n] of every way, what is left of the last places of the model's vectors: where a cache keeps a
-        few bits, and later layers go by what was kept, that may be more than `STEP_OF_CODES`. `found`: its logits.
+        few bits, and later layers go by what was kept, that may be more than `STEP_OF_CODES`. `logits`: the program's.
         """
         other = nudged(program)
-        with other.params.held():
+        with other.params.read_once():
             moved = self._errors(other, entry)[1]
-        pairs = zip(sum(moved, []), sum(found, []), strict=True)
+        pairs = zip(sum(moved, []), sum(logits, []), strict=True)
         return torch.cat([token_errors(got, want) for got, want in pairs])
 
-    def _rebase(self, program: Program, found: list[list[Tensor]] | None) -> None:
+    def _rebase(self, program: Program, logits: list[list[Tensor]] | None) -> None:
         """After a pass that may move the logits, later ones are held to what it left: where tokens are
-        encoded in blocks, way by way, for what a call itself brings is exact. `found`: the logits of every way
+        encoded in blocks, way by way, for what a call itself brings is exact. `logits`: those of every way
         with nothing rounded, where they are known.
         """
         blocks = in_blocks(program)
-        with program.params.held():
-            if found is None:
-                plain, found = exact(program), []
+        with program.params.read_once():
+            if logits is None:
+                plain, logits = exact(program), []
                 for tokens, _ in self.cases:
                     ways = run_both_ways(plain, tokens) if blocks else [(run_whole(plain, tokens),)]
-                    found.append([way[0] for way in ways])
-            self.cases = [(case[0], ways[0]) for case, ways in zip(self.cases, found, strict=True)]
-            self.apart = found if blocks else []
+                    logits.append([way[0] for way in ways])
+            self.cases = [(case[0], ways[0]) for case, ways in zip(self.cases, logits, strict=True)]
+            self.apart = logits if blocks else []
             rounds = bool(program.nodes(*PRODUCTS))
             self.rounded = [run_whole(program, t) for t, _ in self.cases] if rounds else []
 

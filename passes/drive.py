@@ -34,7 +34,7 @@ def _flush(program: Program) -> int:
 
 def in_blocks(program: Program) -> bool:
     """Whether tokens are encoded in blocks only once they are kept."""
-    sizes = [s.shape[2] for s in program.state if s.kept and len(s.shape) > 2]
+    sizes = [s.shape[2] for s in program.state if s.written_between_steps and len(s.shape) > 2]
     return _flush(program) > 0 or any(isinstance(n, str) and each(n) > 1 for n in sizes)
 
 
@@ -171,10 +171,10 @@ def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
 
 
 def _compressed(
-    program: Program, buffers: dict[str, Tensor], given: dict[str, Tensor], batch: int, slots: int
+    program: Program, buffers: dict[str, Tensor], inputs: dict[str, Tensor], batch: int, slots: int
 ) -> None:
     """Buffers after a run of the entry `compress`, the recent ones empty."""
-    out = program.run(COMPRESS.name, {**given, **buffers})
+    out = program.run(COMPRESS.name, {**inputs, **buffers})
     for name, value in out.items():
         buffers[state_of(name)] = value
     for state in program.state:

@@ -110,12 +110,12 @@ def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> 
 def measured_for(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> str:
     """What tells the model of a table from others, as `sample`; and the model beside it, where the method has one."""
     own = sample(program, keys)
-    if program.beside is None or not getattr(method, "beside", ""):
+    if program.second_model is None or not getattr(method, "second_model_folder", ""):
         return own
-    weight = next(n.args[1] for n in program.beside.nodes(_LINEAR))
+    weight = next(n.args[1] for n in program.second_model.nodes(_LINEAR))
     assert isinstance(weight, fx.Node)
     return json.dumps(
-        json.loads(own) + json.loads(some_of(program.beside.params[str(weight.target)]))
+        json.loads(own) + json.loads(some_of(program.second_model.params[str(weight.target)]))
     )
 
 
@@ -154,7 +154,7 @@ def write(
     file: Path,
     parts: Parts,
     model: str,
-    told: Mapping[str, Any],
+    settings: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
 ) -> None:
     """A file that `tensors` or `constants` reads; whole or not at all. `options`: of the method, by which it was
@@ -167,7 +167,7 @@ def write(
         for n, t in ts.items()
     }
     new = file.with_name(file.name + ".new")
-    about = {"method": method.key, "model": model, "told": json.dumps(dict(told))}
+    about = {"method": method.key, "model": model, "told": json.dumps(dict(settings))}
     about |= {"options": json.dumps(dict(options or {}))}
     about |= {"digest": digest({n: t.cpu().numpy() for n, t in flat.items()})}
     try:
@@ -244,12 +244,12 @@ def some_of(weight: Tensor) -> str:
     return json.dumps([round(float(x), 6) for x in flat[::step][:_SAMPLES]])
 
 
-def like_weights(told: str, found: str) -> Likeness:
+def like_weights(saved: str, current: str) -> Likeness:
     """How two samples are: of one model, or near. Rounding to 8 bits or more keeps them the same; rounding to 3 or 4
     and further training leave them near, at a distance of 0.3 at most (of two models it is some 1.4).
     """
     try:
-        a, b = (torch.tensor(json.loads(text), dtype=torch.float32) for text in (told, found))
+        a, b = (torch.tensor(json.loads(text), dtype=torch.float32) for text in (saved, current))
     except (ValueError, TypeError):
         return Likeness.OTHER
     if a.shape != b.shape:

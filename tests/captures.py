@@ -78,13 +78,16 @@ def run(
     key = (*_begun, repr(program.facts), *passes[:own])
     if key not in _passed:
         steps = _run(program, passes[:own], check, watch)
-        _passed[key] = replace(program.copy(), calibration=None, spelling=None, beside=None), steps
+        _passed[key] = (
+            replace(program.copy(), calibration=None, spelling=None, second_model=None),
+            steps,
+        )
         while len(_passed) > KEPT:
             _passed.popitem(last=False)
     else:
         after, steps = _passed[key]
         for name, value in vars(after.copy()).items():
-            if name not in ("traces", "calibration", "spelling", "beside"):
+            if name not in ("traces", "calibration", "spelling", "second_model"):
                 setattr(program, name, value)
         for step, line in zip(passes[:own], steps, strict=True):
             watch(step, line, program)

@@ -68,14 +68,14 @@ def native_first(sessions, runs, limit):
 
 
 # A busy machine must decide nothing: how wide calls are moves the last digits of logits.
-REAL = clock.now, clock.beside, tune._turns
+REAL = clock.now, clock.host_now, tune._turns
 
 
 @pytest.fixture
 def real_time(monkeypatch):
     """Clocks as users have them."""
     monkeypatch.setattr(clock, "now", REAL[0])
-    monkeypatch.setattr(clock, "beside", REAL[1])
+    monkeypatch.setattr(clock, "host_now", REAL[1])
     monkeypatch.setattr(tune, "_turns", REAL[2])
 
 
@@ -84,7 +84,7 @@ def pytest_configure(config):
     workers inherit. Only the compiled operators outlive it: their name says what they are of. Real
     models are the user's.
     """
-    clock.now, clock.beside, tune._turns = Ticks(), no_time, native_first
+    clock.now, clock.host_now, tune._turns = Ticks(), no_time, native_first
     if hasattr(config, "workerinput"):
         return
     run, patch = Path(tempfile.mkdtemp(prefix="accel-tests-")), pytest.MonkeyPatch()

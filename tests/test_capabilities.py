@@ -5,7 +5,7 @@ import re
 import pytest
 
 from accel.compiler.assemble import assemble, check_target
-from accel.compiler.capabilities import Conflict, conflicts, providers, table, told
+from accel.compiler.capabilities import Conflict, conflict_text, conflicts, providers, table
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import PROVIDED, Invariant, Method
@@ -71,7 +71,9 @@ def test_a_recipe_is_refused_exactly_where_one_relies_on_what_another_breaks():
     ]
     assert conflicts({"a": asks, "b": narrow}) == [Conflict("a", odds, "")]
     assert conflicts({"a": asks, "draft": narrow}) == [Conflict("a", odds, "draft")]
-    assert "relies on PROBABILITIES, which no method" in told(Conflict("a", odds, ""), {"a": "x"})
+    assert "relies on PROBABILITIES, which no method" in conflict_text(
+        Conflict("a", odds, ""), {"a": "x"}
+    )
 
 
 @pytest.mark.parametrize("what", REFUSED, ids=lambda what: what.name)

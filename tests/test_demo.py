@@ -30,12 +30,12 @@ def test_demo_refuses_tokens_that_differ(monkeypatch):
 
 def test_an_answer_is_right_where_it_stands_to_the_last_letter():
     function, key, edit = bundled()
-    assert key.verdict(key.wanted + "\n# question") == "right"
-    assert key.verdict(key.wanted[:-1]) == key.verdict("") == "wrong"
-    assert "output += item.price" in edit.wanted and "result" not in edit.wanted
-    assert edit.verdict(edit.wanted) == "right"
-    assert edit.verdict(edit.wanted.replace("output", "result", 1)) == "wrong"
-    assert edit.shown(edit.wanted + "more") == edit.wanted
+    assert key.verdict(key.expected + "\n# question") == "right"
+    assert key.verdict(key.expected[:-1]) == key.verdict("") == "wrong"
+    assert "output += item.price" in edit.expected and "result" not in edit.expected
+    assert edit.verdict(edit.expected) == "right"
+    assert edit.verdict(edit.expected.replace("output", "result", 1)) == "wrong"
+    assert edit.shown(edit.expected + "more") == edit.expected
 
 
 def test_a_function_is_judged_without_what_comes_after_it():
@@ -95,7 +95,7 @@ def test_what_is_fetched_is_shown_as_floats(tmp_path, monkeypatch, capsys):
 
 def shown_well(subject):
     """Each recipe is one, is asked an example of this model, and says why one would take it."""
-    for beside in subject.beside:
+    for beside in subject.compared:
         assemble(Recipe.load(beside.recipe))
         assert beside.why and beside.example in [one.name for one in subject.examples]
 
@@ -114,7 +114,7 @@ def test_the_examples_of_smollm2():
     assert function.verdict("\n    return number % 2 == 0\n```") == "right"
     assert function.verdict("\n    return number % 2\n") == "wrong"
     assert key.message.count("7391") == 2 and key.verdict("The pass key is 739") == "wrong"
-    assert edit.message.count("8080") == 1 and "8080" not in edit.wanted
+    assert edit.message.count("8080") == 1 and "8080" not in edit.expected
 
 
 class Template:

@@ -124,3 +124,95 @@ def test_a_member_of_one_class_is_found():
     assert wide_interfaces(classes({"m": ast.parse(text)})) == {"m.A": ["f0"]}
     both = text + "\n    def f0(self): pass"
     assert not wide_interfaces(classes({"m": ast.parse(both)}))
+
+
+BARE = frozenset("found given told held own beside there one kept wanted".split())
+UNNAMED = ("accel.passes.kv.select", "accel.passes.kv.codec")  # still to be named
+OPERAND = re.compile(r"\bTensor\S* (\w+)")  # in an operator's schema
+
+
+def operands(found: dict[str, ast.Module]) -> set[str]:
+    """Those of the operators: a graph holds their names, which functions of them take over."""
+    texts = [
+        node.value
+        for module, tree in found.items()
+        if module.startswith("accel.ir.ops")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and ") ->" in node.value
+    ]
+    return {name for text in texts for name in OPERAND.findall(text)}
+
+
+def targets(node: ast.stmt) -> list[ast.expr]:
+    """What a statement sets; not an option, whose name stands in recipes."""
+    if isinstance(node, ast.AnnAssign):
+        is_option = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "option"
+        return [] if is_option else [node.target]
+    return node.targets if isinstance(node, ast.Assign) else []
+
+
+def seen_names(tree: ast.Module) -> list[str]:
+    """What others see: parameters, functions and methods, what classes, `self` and the module hold."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            names += [node.name, *(each.arg for each in every if each)]
+        if isinstance(node, ast.ClassDef | ast.Module):
+            parts = [x for child in node.body for to in targets(child) for x in ast.walk(to)]
+            names += [x.id for x in parts if isinstance(x, ast.Name)]
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names += [node.attr] if ast.unparse(node.value) == "self" else []
+        if isinstance(node, ast.Module):
+            aliases = [a for child in node.body for a in getattr(child, "names", []) if a]
+            names += [a.asname or a.name for a in aliases if isinstance(a, ast.alias)]
+    return names
+
+
+def test_no_name_means_everything():
+    """A noun says what a value is, and a search for it gives the places that are meant."""
+    known, found = operands(trees()), {}
+    for module, tree in trees().items():
+        allowed = known if module.startswith(("accel.ir.ops", "accel.lowering")) else set()
+        if names := sorted((BARE - allowed).intersection(seen_names(tree))):
+            found[module] = names
+    assert not {name: bare for name, bare in found.items() if not name.startswith(UNNAMED)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(kept): pass",
+        "def f(*, kept=1): pass",
+        "def f():\n    def g(*kept): pass",
+        "class A:\n    kept: int = 1",
+        "class A:\n    a = kept = 1",
+        "class A:\n    def kept(self): pass",
+        "class A:\n    async def f(self):\n        self.a, self.kept = 1, 2",
+        "kept = 1",
+        "a, kept = 1, 2",
+        "from a import kept",
+        "from a import b as kept",
+    ],
+)
+def test_a_name_that_means_everything_is_found(text):
+    assert BARE.intersection(seen_names(ast.parse(text))) == {"kept"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class A:\n    kept: int = option(10, least=1)",
+        "def f():\n    kept = 1\n    for own in a: a.held = own",
+        "class A:\n    kept_tokens = 1",
+        "def f(x): return x['kept']",
+    ],
+)
+def test_what_a_recipe_or_a_function_calls_by_itself_is_not(text):
+    assert not BARE.intersection(seen_names(ast.parse(text)))
+
+
+def test_the_operands_of_operators_are_read():
+    assert {"beside", "beside_lse", "q", "kept_k"} <= operands(trees())
+    assert not {"told", "given", "float", "str"} & operands(trees())

@@ -327,7 +327,7 @@ def measured(program):
 def test_mistakes_in_few_bits_are_caught_on_real_weights():
     """The first layers of SmolLM2, which write its massive activation."""
     real = pytest.importorskip("real", reason="no tool that fetches models")
-    if not real.find("smollm2-135m").there:
+    if not real.find("smollm2-135m").complete:
         pytest.skip(real.find("smollm2-135m").command)
     loaded = open_source(real.path("smollm2-135m")).load()
     loaded.model.model.layers = loaded.model.model.layers[:4]

@@ -82,7 +82,7 @@ def test_codes_stay_codes_of_the_same_numbers(llama, tmp_path, name):
     floats = quantise(llama, tmp_path, config, writer)
     loaded = open_source(tmp_path).load()
     program = capture(loaded.model, stored=loaded.stored)
-    steps = run(program, pipeline(own=keeping(program, [])))
+    steps = run(program, pipeline(recipe_passes=keeping(program, [])))
     coded = program.nodes(quantized_linear.default)
     assert len(coded) == (4 if kept else 0), "q, k and v are one product, gate and up another"
     seen = 0
@@ -172,7 +172,7 @@ def test_layers_of_unlike_codes_stay_apart(llama, tmp_path):
     save_file(tensors | {f"{up}.{k}": v.contiguous() for k, v in other.items()}, file)
     loaded = open_source(tmp_path).load()
     program = capture(loaded.model, stored=loaded.stored)
-    run(program, pipeline(own=keeping(program, [])), NumericCheck(program))
+    run(program, pipeline(recipe_passes=keeping(program, [])), NumericCheck(program))
     nodes = program.nodes(quantized_linear.default)
     names = sorted(str(n.args[1].target).removeprefix("model.layers.0.") for n in nodes)
     assert names == [
@@ -196,7 +196,7 @@ def test_uneven_groups_are_computed_in_float(llama, tmp_path):
     save_file(tensors, file)
     loaded = open_source(tmp_path).load()
     program = capture(loaded.model, stored=loaded.stored)
-    steps = run(program, pipeline(own=keeping(program, [])), NumericCheck(program))
+    steps = run(program, pipeline(recipe_passes=keeping(program, [])), NumericCheck(program))
     (line,) = [line for step in steps if step.name == "Kept" for line in step.refused]
     assert line.endswith("down_proj.weight: its groups are not of 32 columns each")
 
@@ -216,7 +216,7 @@ def test_experts_stay_codes(tmp_path):
     loaded = open_source(tmp_path).load()
     assert all(tensor in loaded.stored for tensor in loaded.model.parameters())
     program = capture(loaded.model, stored=loaded.stored)
-    steps = run(program, pipeline(own=keeping(program, [])), NumericCheck(program))
+    steps = run(program, pipeline(recipe_passes=keeping(program, [])), NumericCheck(program))
     (kept,) = [step for step in steps if step.name == "Kept"]
     assert kept.changed == 4 and not kept.refused
     for node in program.nodes(quantized_expert_linear.default):

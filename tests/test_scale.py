@@ -173,7 +173,7 @@ def test_a_build_holds_few_weights_at_a_time(saved, monkeypatch, recipe):
 def test_what_a_check_holds_has_an_end(monkeypatch):
     some = Weights({i: Stored(torch.ones(64).half(), (torch.Tensor.float,)) for i in "abc"})
     monkeypatch.setattr(storage, "HELD", 600)  # two of 256 bytes
-    with some.held():
+    with some.read_once():
         read = [some[i] for i in "abcabc"]
         assert [read[i] is read[i + 3] for i in range(3)] == [True, True, False]
     assert some["a"] is not read[0], "afterwards each reading is a new one"

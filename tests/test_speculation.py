@@ -84,7 +84,7 @@ def test_what_repeats_is_read_in_fewer_calls(exactly, request, monkeypatch):
     costs = exactly("prompt-lookup").costs
     assert costs.ratio(32) == pytest.approx(1), "measured by the clock of tests"
     request.getfixturevalue("real_time")
-    monkeypatch.setattr(clock, "beside", lambda: 0.0)
+    monkeypatch.setattr(clock, "host_now", lambda: 0.0)
     monkeypatch.setattr(guard, "HOST", 0.0)
     monkeypatch.setattr(guard, "BESIDE", 0.0)
     fewest = 1.0

@@ -43,7 +43,7 @@ def test_names_and_roles_are_those_of_artifacts(name, role, layer):
     }  # fmt: skip
     assert writer_of(role) is writer
     assert value.cross == (writer is Writer.ENCODE) and value.shared == (writer is Writer.SESSION)
-    assert value.kept == (writer in (Writer.COMPRESS, Writer.SESSION))
+    assert value.written_between_steps == (writer in (Writer.COMPRESS, Writer.SESSION))
     assert value.pooled == (name == "pool.2.k")
 
 

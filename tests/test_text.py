@@ -94,7 +94,7 @@ def test_a_captured_program_reads_back_and_so_does_what_passes_make_of_it(captur
 )
 def test_regions_that_may_be_left_out_read_back(captured, step):
     program = captured("llama")
-    run(program, pipeline(own=[step]))
+    run(program, pipeline(recipe_passes=[step]))
     again = parse(program.text(), params=program.params)
     assert again.text() == program.text() and "\n otherwise(" in again.text()
     assert again.step.defaults.keys() == program.step.defaults.keys()
@@ -107,7 +107,7 @@ def test_regions_that_may_be_left_out_read_back(captured, step):
 def test_programs_of_several_entries_read_back(captured, recipe):
     """Shapes that are written are those that the operators give: of mikv's second layer they were the first's."""
     program = captured("llama")
-    run(program, pipeline(own=assemble(Recipe.load(recipe)).passes))
+    run(program, pipeline(recipe_passes=assemble(Recipe.load(recipe)).passes))
     again = parse(program.text())
     assert again.text() == program.text() and again.state == program.state
     assert {n: e.inputs for n, e in again.entries.items()} == {

@@ -95,7 +95,7 @@ def test_the_options_that_are_read_are_noted():
 
 
 def test_options_that_are_not_given_are_those_of_the_bundled_part():
-    told = parts()["trim-kv"].told
+    told = parts()["trim-kv"].settings
     options = TrainOptions.of("trim-kv", {"rate": 0.5})
     assert (options.rate, options.length) == (0.5, int(told["length"])) != (0.5, 768)
     assert TrainOptions.of("own-method", {}) == TrainOptions()
@@ -270,7 +270,7 @@ def test_a_part_of_another_model_is_not_taken(opened, kept):
 
 
 def test_a_build_measures_what_is_missing_once(opened, kept, monkeypatch):
-    few = {**parts()["q-filter"].told, **{name: str(value) for name, value in SMALL.items()}}
+    few = {**parts()["q-filter"].settings, **{name: str(value) for name, value in SMALL.items()}}
     monkeypatch.setattr(measure, "part", lambda key, _: Part(key, few, False))
     monkeypatch.setattr(measure, "over_state", lambda program: program)
     plan = assemble(Recipe.load("q-filter"))
@@ -310,7 +310,7 @@ def trained(source, **given):
 def test_a_run_can_be_left_and_taken_up(opened, kept):
     stop = changed(opened, say=lambda _: os.kill(os.getpid(), signal.SIGINT))
     left = trained(stop)
-    assert left.file is None and "resume=True goes on" in left.told
+    assert left.file is None and "resume=True goes on" in left.message
     assert [file.suffix for file in kept()] == [".run"]
     with pytest.raises(InputError, match="holds a run that was left: add resume=True"):
         trained(opened)

@@ -252,7 +252,7 @@ def test_every_variant_takes_a_tree(build):
 
 def test_a_tree_without_its_slots_is_refused():
     program = capture(models.ARCHITECTURES["mistral"](), max_context=64)
-    run(program, pipeline(own=[Trees()]))
+    run(program, pipeline(recipe_passes=[Trees()]))
     node = program.nodes(attention.default)[0]
     node.kwargs = {"tree": node.kwargs["tree"]}
     with pytest.raises(PassError, match="a tree needs the slot of the call's first key"):

@@ -62,9 +62,10 @@ class Drafting:
             help="Prompts that run together, with --speculation. May be repeated: three or more are fitted.",
         ),
     ] = None
-    beside: Annotated[
+    other_artifacts: Annotated[
         list[Path] | None,
         typer.Option(
+            "--beside",
             metavar="DIR",
             help="Another artifact, of the same model with another draft model, with --speculation. May be repeated.",
         ),
@@ -124,11 +125,11 @@ def bench(
     if speculation:
         if context:
             raise InputError("--context is for random prompts; leave it out with --speculation")
-        _told(*_drafted([path, *(drafting.beside or [])], drafting, **how), as_json)
+        _told(*_drafted([path, *(drafting.other_artifacts or [])], drafting, **how), as_json)
         return
     if (
         drafting.batch
-        or drafting.beside
+        or drafting.other_artifacts
         or drafting.trained
         or options.was_given(command, "prompts")
     ):

@@ -131,10 +131,10 @@ def build(
     typer.echo(f'\nwritten to {out}; try: accel-compile run {out} --prompt "def quicksort("')
 
 
-def _named(given: list[str]) -> dict[str, Path]:
+def _named(items: list[str]) -> dict[str, Path]:
     """The adapters of NAME=DIR options."""
     found: dict[str, Path] = {}
-    for item in given:
+    for item in items:
         name, equals, folder = item.partition("=")
         if not (name and equals and folder):
             raise typer.BadParameter(

@@ -145,7 +145,7 @@ def _show(choice: Choice, page: Path) -> None:
     typer.echo()
     pairs([
         *(("note", note) for note in choice.notes),
-        *((why, ", ".join(names)) for why, names in summary.beside(found).items()),
+        *((why, ", ".join(names)) for why, names in summary.off_front(found).items()),
         ("not tried for lack of time", ", ".join(choice.untried)),
         ("to try them", choice.untried and "give the same command again: it goes on from here"),
         ("refused", ", ".join(choice.refused)),

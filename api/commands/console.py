@@ -138,9 +138,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     console().print(shown)
 
 
-def options_table(found: Sequence[Mapping[str, object]]) -> None:
+def options_table(described: Sequence[Mapping[str, object]]) -> None:
     """Print the options of a method, as `explain.words.options` gives them."""
-    if found:
+    if described:
         columns = {
             "name": "option",
             "value": ">value",
@@ -148,7 +148,7 @@ def options_table(found: Sequence[Mapping[str, object]]) -> None:
             "type": "type",
             "range": "range",
         }
-        table(list(columns.values()), [[one[key] for key in columns] for one in found])
+        table(list(columns.values()), [[one[key] for key in columns] for one in described])
 
 
 def pairs(values: Sequence[tuple[str, object]]) -> None:

@@ -63,7 +63,7 @@ class Subject:
     folder: Path
     name: str
     examples: list[Example]
-    beside: tuple[Beside, ...]
+    compared: tuple[Beside, ...]
 
 
 LINES, END = 14, 4  # of a text that is shown, and of the end of a longer prompt
@@ -210,7 +210,7 @@ def _answers(artifact: Path, asked: list[Asked]) -> list[list[int]]:
         _quote("".join(_last(example.prompt.splitlines(keepends=True))) + example.shown(text))
         if verdict == "wrong":
             typer.echo("\n   the right answer:\n")
-            _quote(example.wanted)
+            _quote(example.expected)
     typer.echo("")
     tokens: list[list[int]] = found["tokens"]
     return tokens
@@ -328,12 +328,12 @@ def _recipes(
     from accel.compiler.assemble import assemble
 
     of = {one.example.name: one for one in asked}
-    shown = dict.fromkeys(beside.example for beside in subject.beside)
+    shown = dict.fromkeys(beside.example for beside in subject.compared)
     base = {name: _measured(model, of[name]) for name in shown}
     rows = {name: [_row(name, "base", base[name], base[name], "")] for name in shown}
     with progress("recipes") as show:
-        for at, beside in enumerate(subject.beside):
-            show(beside.label, at / len(subject.beside))
+        for at, beside in enumerate(subject.compared):
+            show(beside.label, at / len(subject.compared))
             name, place = beside.example, folder / "recipe"
             with builds.build(assemble(Recipe.load(beside.recipe)), place) as other:
                 found = _measured(other, of[name])
@@ -356,25 +356,27 @@ class _Measured:
     speed: float  # tokens per second, after the first
 
 
-def _measured(model: CompiledModel, one: Asked) -> _Measured:
+def _measured(model: CompiledModel, asked: Asked) -> _Measured:
     """One example's text, and what it took. It goes on after the model's own end: short answers are a poor measure."""
     from accel.runtime.decode.sampling_params import SamplingParams
 
-    model.generate(one.ids[-8:], 4)
-    out = model.generate(one.ids, sampling_params=SamplingParams(one.new_tokens, ignore_eos=True))
+    model.generate(asked.ids[-8:], 4)
+    out = model.generate(
+        asked.ids, sampling_params=SamplingParams(asked.new_tokens, ignore_eos=True)
+    )
     text, stats = _text(out), out.stats
     return _Measured(
-        text, one.example.verdict(text), model.report["bytes"]["total"], stats["kv_bytes"],
+        text, asked.example.verdict(text), model.report["bytes"]["total"], stats["kv_bytes"],
         stats["tokens_per_second"],
     )  # fmt: skip
 
 
-def _row(name: str, label: str, found: _Measured, base: _Measured, why: str) -> list[str]:
-    if found.speed < SLOWER * base.speed:
+def _row(name: str, label: str, measured: _Measured, base: _Measured, why: str) -> list[str]:
+    if measured.speed < SLOWER * base.speed:
         why += "; slower here"
-    same = "" if found is base else "yes" if found.text == base.text else "no"
+    same = "" if measured is base else "yes" if measured.text == base.text else "no"
     return [
-        name, label, size(found.files), size(found.cache), f"{found.speed:.0f}", found.verdict, same, why,
+        name, label, size(measured.files), size(measured.cache), f"{measured.speed:.0f}", measured.verdict, same, why,
     ]  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def explain(
 
     names = [recipe] if Path(recipe).is_file() else recipe.split("+")
     with progress("explain") as show:
-        found = told(
+        explained = told(
             names[0] if len(names) == 1 else names,
             reference() if model is None else model,
             max_context=max_context,
@@ -83,12 +83,12 @@ def explain(
             trust_remote_code=trust_remote_code,
         )
     if out is not None:
-        write_page(out, found)
+        write_page(out, explained)
     if as_json:
-        print_json(_json(found))
+        print_json(_json(explained))
     else:
-        _show(found, out, options.speech(context))
-    if found.refused:
+        _show(explained, out, options.speech(context))
+    if explained.refused:
         raise typer.Exit(1)
 
 

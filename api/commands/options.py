@@ -179,10 +179,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         else:
             shown.append(one.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
 
-    def run(**given: Any) -> None:
+    def run(**values: Any) -> None:
         for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        command(**given)
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        command(**values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = {one.name: one.annotation for one in shown}
@@ -195,9 +195,9 @@ _PYTHON = re.compile(r"(?<![\w/.=-])([a-z]\w*)=(\{[^}]*\}|'[^']*'|[^\s,;:()]+)")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
-def recipe(given: list[str] | None) -> str | list[str]:
+def recipe(recipes: list[str] | None) -> str | list[str]:
     """What `optimize` takes, out of the --recipe options; "base" where there are none."""
-    names = given or ["base"]
+    names = recipes or ["base"]
     return names[0] if len(names) == 1 else names
 
 
@@ -244,14 +244,16 @@ def was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
-def template(given: str) -> str:
+def template(path_or_name: str) -> str:
     """The text of a Jinja file, or a template's name. Raises InputError."""
-    path = Path(given)
+    path = Path(path_or_name)
     if path.is_file():
-        return utf8(path.read_bytes(), given)
+        return utf8(path.read_bytes(), path_or_name)
     if path.suffix or path.parent != Path("."):
-        raise InputError(f"--chat-template {given}: there is no such file; give a Jinja file")
-    return given
+        raise InputError(
+            f"--chat-template {path_or_name}: there is no such file; give a Jinja file"
+        )
+    return path_or_name
 
 
 def utf8(data: bytes, name: str) -> str:

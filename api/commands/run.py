@@ -150,7 +150,7 @@ def run(
         ),
     ],
     *,
-    given: PromptOptions,
+    prompts: PromptOptions,
     adapter: options.Adapter = None,
     max_new_tokens: options.MaxNewTokens = 64,
     sampling: options.Sampling,
@@ -170,7 +170,9 @@ def run(
 
     if not as_json and (more.samples > 1 or more.logprobs is not None):
         raise typer.BadParameter("-n and --logprobs give more than a text; add --json")
-    prompt = _prompt(given.prompt, given.prompt_file, given.tokens, needed=given.source is None)
+    prompt = _prompt(
+        prompts.prompt, prompts.prompt_file, prompts.tokens, needed=prompts.source is None
+    )
     params = SamplingParams(
         max_tokens=max_new_tokens,
         **vars(sampling),
@@ -182,21 +184,21 @@ def run(
         structured_outputs=_structure(structure.json_schema, structure.regex, structure.grammar),
     )
     settings: dict[str, Any] = {
-        "encoder_input": None if given.source is None else _source(given.source),
+        "encoder_input": None if prompts.source is None else _source(prompts.source),
         "adapter": adapter,
         "sampling_params": params,
     }
     opened = open_model(path, context, **vars(loading), **building.options())
     with opened as model:
-        if given.save_session is not None:
-            if given.session is not None:
+        if prompts.save_session is not None:
+            if prompts.session is not None:
                 raise typer.BadParameter("--session and --save-session: use one of them")
             with model.prompt_session(prompt, adapter=adapter) as held:
-                held.save(given.save_session)
-        elif given.session is not None:
+                held.save(prompts.save_session)
+        elif prompts.session is not None:
             if more.samples > 1:
                 raise typer.BadParameter("--session gives one sample; leave -n out")
-            with model.open_session(given.session) as held:
+            with model.open_session(prompts.session) as held:
                 _stream(model, prompt, {**settings, "session": held}, as_json)
         elif as_json:
             out = model.generate(prompt, **settings)

@@ -158,15 +158,15 @@ def study(points: Sequence[Point]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def show(found: Mapping[str, Any]) -> None:
+def show(fits: Mapping[str, Any]) -> None:
     """On a screen."""
     rows = [
         [TITLES[name], f"{law['base']:.3g}", f"{law['r2']:.2f}"]
         + [f"{law['slopes'][n]:+.3g} ± {law['errors'][n]:.2g}" for n in law["slopes"]]
-        for name, law in found["laws"].items()
+        for name, law in fits["laws"].items()
     ]
     if rows:
-        varied = list(next(iter(found["laws"].values()))["slopes"])
+        varied = list(next(iter(fits["laws"].values()))["slopes"])
         table(["fitted", ">base", ">R²", *(f">ln({name})" for name in varied)], rows)
-    for line in (*found["warnings"], *found["notes"]):
+    for line in (*fits["warnings"], *fits["notes"]):
         print(line)

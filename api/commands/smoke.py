@@ -70,7 +70,7 @@ def smoke(
         raise typer.Exit(1)
 
 
-def _show(found: Smoke, say: Callable[[str], str]) -> None:
+def _show(result: Smoke, say: Callable[[str], str]) -> None:
     """`say`: a reason in the command line's words."""
     rows = [
         [
@@ -78,12 +78,12 @@ def _show(found: Smoke, say: Callable[[str], str]) -> None:
             cell.status.upper() if cell.status in ("wrong", "crashed") else cell.status,
             *(error_text(cell.error), cell.where, f"{cell.seconds:.1f}"),
         ]
-        for cell in found.cells
+        for cell in result.cells
     ]
     table(["recipe", "target", "result", ">largest error", "where", ">seconds"], rows)
     pairs([
-        *((f"{c.recipe} for {c.target}: {c.status}", say(c.reason)) for c in found.cells if c.reason),
-        ("clone", f"{found.model}, {found.layers or 'its own'} layers, {found.parameters:,} parameters"),
-        *(("note", note) for note in found.notes),
-        ("seconds", f"{found.seconds:.1f}"),
+        *((f"{c.recipe} for {c.target}: {c.status}", say(c.reason)) for c in result.cells if c.reason),
+        ("clone", f"{result.model}, {result.layers or 'its own'} layers, {result.parameters:,} parameters"),
+        *(("note", note) for note in result.notes),
+        ("seconds", f"{result.seconds:.1f}"),
     ])  # fmt: skip

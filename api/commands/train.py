@@ -136,6 +136,6 @@ def train(
             say=say,
         )
     if made.file is None:
-        typer.echo(f"{method}: {made.told}", err=True)
+        typer.echo(f"{method}: {made.message}", err=True)
         raise typer.Exit(130)
-    typer.echo(f"{made.file}: {made.told}")
+    typer.echo(f"{made.file}: {made.message}")

@@ -46,9 +46,9 @@ def write_artifact(
     check: NumericCheck | None,
     tokenizer: Tokenizer | None,
     out: str | Path | None,
-    own: Program | None = None,
+    self_draft: Program | None = None,
 ) -> CompiledModel:
-    """Write the artifact to `out` or a temporary folder, and open it. `own`: as in `in_process_model`."""
+    """Write the artifact to `out` or a temporary folder, and open it. `self_draft`: as in `in_process_model`."""
     remove = None
     if out is None:
         out = Path(tempfile.mkdtemp(prefix="accel-"))
@@ -62,7 +62,7 @@ def write_artifact(
                         name_head(job, program, draft_model)
             recipe = job.plan.recipe
             job.plan.recipe = replace(recipe, tables=ship(recipe.tables, HOST, folder))
-            _write(job, program, check, tokenizer, folder, own)
+            _write(job, program, check, tokenizer, folder, self_draft)
     except BaseException:
         if remove:
             remove()
@@ -77,20 +77,20 @@ def _write(
     check: NumericCheck | None,
     tokenizer: Tokenizer | None,
     folder: Path,
-    own: Program | None = None,
+    self_draft: Program | None = None,
 ) -> None:
     from accel.compiler.report import write_html
     from accel.lowering.onnx.export import WEIGHTS, export_all
     from accel.lowering.onnx.native import library
 
-    def told(step: str, share: float) -> None:
+    def show_step(step: str, share: float) -> None:
         if not share:
             job.progress(step, 0.8)
 
     with job.part("kernels", 0.8):
-        library(told)
+        library(show_step)
     with job.part("lower", 0.8):
-        programs = {"": program, **({} if own is None else {OWN_PREFIX: own})}
+        programs = {"": program, **({} if self_draft is None else {OWN_PREFIX: self_draft})}
         written = export_all(programs, folder, batch_invariant="numerics" in job.plan.methods)
         entries = written[""]
         gc.collect()  # the module, in cycles since its capture: its weights now lie in the file
@@ -106,11 +106,11 @@ def _write(
     if "genai" in entries:
         config = genai_config(model_facts(program).to_json(), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    if own is not None and job.own is not None:
-        drafting = _manifest(job.own, own, written[OWN_PREFIX])
+    if self_draft is not None and job.self_draft is not None:
+        drafting = _manifest(job.self_draft, self_draft, written[OWN_PREFIX])
         names = [WEIGHTS, *sorted(p.name for p in folder.glob(f"{OWN_PREFIX}*.onnx"))]
         hashes = bind(folder, drafting, names)
-        drafting["report"] = build_report(job.own, own, {})
+        drafting["report"] = build_report(job.self_draft, self_draft, {})
         write_manifest(folder, drafting, hashes, name=OWN_DRAFT, names=names)
     manifest = _manifest(job, program, entries)
     with job.part("hashes", 0.95):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel.compiler.capabilities import TARGETS, conflicts, told
+from accel.compiler.capabilities import TARGET_METHODS, conflict_text, conflicts
 from accel.compiler.nearest import nearest
 from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
@@ -101,18 +101,18 @@ def assemble_alone(recipe: Recipe) -> Plan:
     if found := conflicts(plan.methods):
         by_default = [sum(a not in recipe.tables for a in (c.relying, c.other)) for c in found]
         first = found[by_default.index(min(by_default))]  # what the recipe itself names, if any
-        raise Incompatible(f"recipe '{recipe.name}': {told(first, _uses(plan))}")
+        raise Incompatible(f"recipe '{recipe.name}': {conflict_text(first, _uses(plan))}")
     plan.passes, plan.unasked = _passes(plan, axes), _always(plan.methods)
     return plan
 
 
 def check_target(plan: Plan, target: str) -> None:
     """Raise RecipeError where a method relies on what no artifact of a target keeps."""
-    methods = {**plan.methods, "target": TARGETS.get(target, Method())}
+    methods = {**plan.methods, "target": TARGET_METHODS.get(target, Method())}
     for one in conflicts(methods):
         raise RecipeError(
-            f"recipe '{plan.recipe.name}': {told(one, {**_uses(plan), 'target': target})}; use target='onnx', or "
-            f"leave [{one.relying}] out"
+            f"recipe '{plan.recipe.name}': {conflict_text(one, {**_uses(plan), 'target': target})}; "
+            f"use target='onnx', or leave [{one.relying}] out"
         )
 
 
@@ -169,22 +169,22 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
         )
     if "draft" in asked and "loop" not in plan.methods:
         _default(plan, axes, "loop", "speculative")
-    wanted = dict(plan.methods["loop"].asks) if "loop" in plan.methods else {}
+    asks = dict(plan.methods["loop"].asks) if "loop" in plan.methods else {}
     uses = _uses(plan)
-    if "draft" in wanted and "draft" in asked:
-        wanted |= plan.methods["draft"].asks
+    if "draft" in asks and "draft" in asked:
+        asks |= plan.methods["draft"].asks
     for axis in asked:
-        if axis not in wanted and "draft" in wanted:
+        if axis not in asks and "draft" in asks:
             own = f"draft = {uses['draft']} sets its own draft shape"
             why = own if axis == "tree" else f"loop = {uses['loop']} has its own rule"
             raise RecipeError(f"recipe '{name}': {DRAFTING[axis]}, and {why}; leave [{axis}] out")
-        if axis not in wanted:
+        if axis not in asks:
             raise RecipeError(
                 f"recipe '{name}': loop = {uses['loop']} drafts no tokens, and {DRAFTING[axis]}; leave one of the two "
                 "out (a recipe with [draft] and without [loop] decodes speculatively)"
             )
     for axis, use in sorted(
-        wanted.items(), key=lambda one: one[0] == "verify"
+        asks.items(), key=lambda one: one[0] == "verify"
     ):  # a rule goes by the tree
         if axis not in plan.methods and not use:
             one = ", ".join(axes[axis].names())
@@ -196,7 +196,7 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
             if axis == "verify" and any(Invariant.CHAINS in one.breaks for one in shaping):
                 use = axes[axis].method(use).instead or use
             _default(plan, axes, axis, use)
-    for axis, use in plan.methods["draft"].needs.items() if "draft" in wanted else ():
+    for axis, use in plan.methods["draft"].needs.items() if "draft" in asks else ():
         if axis not in plan.methods:
             _default(plan, axes, axis, use)
             plan.passes += plan.methods[axis].steps()

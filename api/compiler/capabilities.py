@@ -9,7 +9,7 @@ from functools import cache
 from accel.ir.axis import find_axes
 from accel.ir.invariants import PROVIDED, Invariant, Method
 
-__all__ = ["TARGETS", "Conflict", "conflicts", "providers", "table", "told"]
+__all__ = ["TARGET_METHODS", "Conflict", "conflict_text", "conflicts", "providers", "table"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class _Target(Method):
     breaks: frozenset[Invariant] = frozenset()
 
 
-TARGETS: Mapping[str, Method] = {  # what no artifact of them keeps; the others break nothing
+TARGET_METHODS: Mapping[str, Method] = {  # what no artifact of them keeps; the others break nothing
     "triton": _Target(frozenset({Invariant.BATCH_INVARIANCE, Invariant.HOST_MEMORY})),
 }
 
@@ -62,7 +62,7 @@ def providers(invariant: Invariant) -> Mapping[str, list[str]]:
     return {name: uses for name, uses in found.items() if uses}
 
 
-def told(conflict: Conflict, uses: Mapping[str, str]) -> str:
+def conflict_text(conflict: Conflict, uses: Mapping[str, str]) -> str:
     """Both sides and the invariant, in words. `uses`: axis -> the name of its method."""
     one, what = f"{conflict.relying} = {uses[conflict.relying]}", conflict.invariant
     if not conflict.other:
@@ -81,7 +81,9 @@ def table() -> str:
         if what in PROVIDED:
             other = f"holds only with {_who('provides', what)}"
         else:
-            targets = [f"target `{name}`" for name in TARGETS if what in TARGETS[name].breaks]
+            targets = [
+                f"target `{name}`" for name in TARGET_METHODS if what in TARGET_METHODS[name].breaks
+            ]
             other = ", ".join(filter(None, (_who("breaks", what), *targets)))
         rows.append(f"| `{what.name}` | {what.value} | {_who('relies', what)} | {other} |")
     return "\n".join(rows)

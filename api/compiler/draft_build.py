@@ -82,24 +82,24 @@ def own_plan(plan: Plan, max_context: int) -> Plan | None:
     return own
 
 
-def share(own: Program, target: Program, calibrated: bool) -> None:
+def share(self_draft: Program, target: Program, calibrated: bool) -> None:
     """Let the program that drafts read the target's parameters. Raises RecipeError where one of a name holds other
     numbers. `calibrated`: rounding them went by what the program computes, so each program rounds in its own way, and
     the target's are taken.
     """
-    for name in own.params:
+    for name in self_draft.params:
         if name not in target.params:
             continue
-        here, there = own.params.stored(name), target.params.stored(name)
+        here, there = self_draft.params.stored(name), target.params.stored(name)
         same = here.blank.shape == there.blank.shape and here.blank.dtype == there.blank.dtype
         if here is not there and not (
-            same and (calibrated or own.params[name].equal(target.params[name]))
+            same and (calibrated or self_draft.params[name].equal(target.params[name]))
         ):
             raise RecipeError(
                 f"the model drafts by its own weights, but by the draft's recipe parameter {name!r} is another one; "
                 "leave out of that recipe what changes weights, or build that model by itself and give its path"
             )
-        own.params[name] = there
+        self_draft.params[name] = there
 
 
 def check_draft(plan: Plan, target: Facts, tokenizer: Tokenizer | None) -> None:

@@ -25,9 +25,9 @@ def in_process_model(
     program: Program,
     check: NumericCheck | None,
     tokenizer: Tokenizer | None,
-    own: Program | None = None,
+    self_draft: Program | None = None,
 ) -> CompiledModel:
-    """A model that runs here and writes no artifact. `own`: the program by which it drafts for itself."""
+    """A model that runs here and writes no artifact. `self_draft`: the program by which it drafts for itself."""
     held: dict[str, Tensor] = {}  # on the device
     rewritten = program
     if job.target == "triton":
@@ -37,14 +37,14 @@ def in_process_model(
             with job.part("verify", 0.9):
                 job.errors["triton"] = triton_error(program, check.cases, check.rounded)
     draft_model = None
-    if own is not None and job.own is not None:
-        own = lower_program(own, held) if job.target == "triton" else own
+    if self_draft is not None and job.self_draft is not None:
+        self_draft = lower_program(self_draft, held) if job.target == "triton" else self_draft
         draft_model = CompiledModel(
-            _backend(own),
-            model_facts(own),
-            recipe=job.own.plan.recipe.to_json(),
-            report=build_report(job.own, own, {}),
-            program=own,
+            _backend(self_draft),
+            model_facts(self_draft),
+            recipe=job.self_draft.plan.recipe.to_json(),
+            report=build_report(job.self_draft, self_draft, {}),
+            program=self_draft,
         )
     elif job.build_draft is not None:
         draft_model = job.build_draft(model_facts(program), tokenizer, None)

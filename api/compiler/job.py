@@ -36,8 +36,10 @@ class Job:
     weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits saved
     loss: dict[str, Any] = field(default_factory=dict)  # what passes that approximate cost
     build_draft: BuildDraft | None = None  # makes the model that drafts
-    own: Job | None = None  # that of the model as it drafts for itself
-    given: dict[str, PeftAdapter] = field(default_factory=dict)  # adapters that sessions choose
+    self_draft: Job | None = None  # that of the model as it drafts for itself
+    peft_adapters: dict[str, PeftAdapter] = field(
+        default_factory=dict
+    )  # adapters that sessions choose
     adapters: Adapters | None = None  # the same, as sessions take them
     calibration: str | Tensor | None = None  # what was given, read
     dump: Path | None = None
@@ -49,7 +51,9 @@ class Job:
     @property
     def modules(self) -> list[str]:
         """Those that the adapters adapt which sessions choose. Raises InputError where one cannot be chosen."""
-        return list(dict.fromkeys(m for given in self.given.values() for m in adapted(given)))
+        return list(
+            dict.fromkeys(m for given in self.peft_adapters.values() for m in adapted(given))
+        )
 
     @contextmanager
     def part(self, name: str, done: float) -> Iterator[None]:

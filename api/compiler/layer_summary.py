@@ -30,7 +30,7 @@ class LayerSummary:
     kv_heads: int = 0
     head_dim: int = 0
     per_token: int = 0
-    kept: int = 0
+    per_kept_token: int = 0
     fixed: int = 0
     cross: int = 0
     back: int = 0
@@ -45,7 +45,8 @@ class LayerSummary:
         parts = [
             f"{bytes_text(count)}{unit}"
             for count, unit in (
-                (self.per_token, "/token"), (self.kept, "/kept"), (self.fixed, " fixed"), (self.cross, "/input token"),
+                (self.per_token, "/token"), (self.per_kept_token, "/kept"), (self.fixed, " fixed"),
+                (self.cross, "/input token"),
             ) if count
         ]  # fmt: skip
         none = f"cache of {self.back} before" if self.back else "no state"
@@ -76,7 +77,7 @@ def summaries(
     """One summary per layer, out of the facts of layers and the state layout of a report or manifest."""
     import numpy as np
 
-    kept: dict[tuple[Any, str], float] = {}
+    sizes: dict[tuple[Any, str], float] = {}
     heads = ragged_heads(state)
     for value in state:
         shape, role = value["shape"], str(value.get("role", ""))
@@ -90,7 +91,7 @@ def summaries(
         if what == "kept":
             size *= heads.get(value["layer"], 1)
         key = (value["layer"], what)
-        kept[key] = kept.get(key, 0) + size
+        sizes[key] = sizes.get(key, 0) + size
     return [
         LayerSummary(
             str(layer.get("attention", "")),
@@ -98,10 +99,10 @@ def summaries(
             heads=int(layer.get("num_heads") or 0),
             kv_heads=int(layer.get("num_kv_heads") or 0),
             head_dim=int(layer.get("head_dim") or 0),
-            per_token=math.ceil(kept.get((index, "per_token"), 0)),
-            kept=int(kept.get((index, "kept"), 0)),
-            fixed=int(kept.get((index, "fixed"), 0)),
-            cross=int(kept.get((index, "cross"), 0)),
+            per_token=math.ceil(sizes.get((index, "per_token"), 0)),
+            per_kept_token=int(sizes.get((index, "kept"), 0)),
+            fixed=int(sizes.get((index, "fixed"), 0)),
+            cross=int(sizes.get((index, "cross"), 0)),
             back=index - layer["shares"] if layer.get("shares") is not None else 0,
         )
         for index, layer in enumerate(layers)

@@ -56,17 +56,17 @@ def measure(
     method: Tables,
     program: Program,
     rows: Iterator[Batch],
-    told: Mapping[str, Any],
+    settings: Mapping[str, Any],
     out: Path | None,
     progress: Progress,
     say: Callable[[str], None],
 ) -> Path:
-    """The table of a program over state, from `told["samples"]` batches of rows; its file: `out`, or in the cache.
+    """The table of a program over state, from `settings["samples"]` batches of rows; its file: `out`, or in the cache.
 
     Raises InputError where the cache cannot be written.
     """
     one, read = watched(method)
-    count = int(told["samples"])
+    count = int(settings["samples"])
     start = time.monotonic()
 
     def batches() -> Iterator[Batch]:
@@ -79,10 +79,10 @@ def measure(
         progress(f"{method.key}: what they tell", 1.0)
 
     parts = measured(one, program, batches())
-    told = {**told, "seconds": f"{time.monotonic() - start:.1f}"}
+    settings = {**settings, "seconds": f"{time.monotonic() - start:.1f}"}
     model, options = measured_for(method, program, keys_of(program)), made_by(method, read)
     file = out or kept_at(method.key, model, options)
-    write(method, file, parts, model, told, options)
+    write(method, file, parts, model, settings, options)
     return file
 
 
@@ -123,8 +123,8 @@ def measure_missing(
                 f"{method.key}: {captured.facts.name} has no tokenizer for the text that its table is measured on; "
                 "pass tokenizer=…"
             )
-        told = part(method.key, True).told
-        length = min(int(told["length"]), captured.facts.max_context)
-        how = {**told, "length": str(length), "seed": "0"}
-        rows = text_rows(text_ids(tokenizer, None, length), length, int(told["rows"]), 0)
+        settings = part(method.key, True).settings
+        length = min(int(settings["length"]), captured.facts.max_context)
+        how = {**settings, "length": str(length), "seed": "0"}
+        rows = text_rows(text_ids(tokenizer, None, length), length, int(settings["rows"]), 0)
         measure(method, program, rows, how, None, progress, lambda _: None)

@@ -16,9 +16,9 @@ from accel.compiler.draft_build import builder as draft_builder
 from accel.compiler.draft_build import check_draft, own_plan
 from accel.compiler.in_process import in_process_model
 from accel.compiler.job import Job, Progress
-from accel.compiler.load.beside import beside
 from accel.compiler.load.hub import model_folder
 from accel.compiler.load.merge import merged
+from accel.compiler.load.second_model import second_model
 from accel.compiler.load.source import open_source, tokenizer_of
 from accel.compiler.measure import measure_missing
 from accel.compiler.pipeline import pipeline, reads_text
@@ -195,10 +195,10 @@ def _started(recipe: Any, options: BuildOptions, progress: Progress | None) -> J
     job.build_draft = draft_builder(job.plan, build, options)
     check_shipped(job.plan.recipe.tables, HOST)
     if (own := own_plan(job.plan, options.max_context)) is not None:
-        job.own = Job(own, replace(options, dump=None, adapters={}), lambda *_: None)
-        check_order(job.own.passes())
+        job.self_draft = Job(own, replace(options, dump=None, adapters={}), lambda *_: None)
+        check_order(job.self_draft.passes())
     check_target(job.plan, job.target)
-    job.given = {check_name(n): read_adapter(path) for n, path in options.adapters.items()}
+    job.peft_adapters = {check_name(n): read_adapter(path) for n, path in options.adapters.items()}
     check_order(job.passes())
     if options.calibration is not None and not reads_text(job.plan):
         raise RecipeError(
@@ -249,19 +249,19 @@ def _compiled(
         )
     if tokenizer is not None and any(step.reads_spelling for step in job.plan.passes):
         program.spelling = [tokenizer.decode([i]) for i in range(program.facts.vocab_size)]
-    program.beside = beside(job.plan.passes, pipeline(), program.facts, tokenizer)
+    program.second_model = second_model(job.plan.passes, pipeline(), program.facts, tokenizer)
     text = sample(tokenizer, program.facts)
     if job.options.train:
-        for plan in (job.plan, *([] if job.own is None else [job.own.plan])):
+        for plan in (job.plan, *([] if job.self_draft is None else [job.self_draft.plan])):
             measure_missing(plan, program, tokenizer, progress_within(job))
-    captured = None if job.own is None else program.copy()
+    captured = None if job.self_draft is None else program.copy()
     with job.part("passes", 0.4):
         check = NumericCheck(program, text) if job.options.verify else None
         rewrite(job, program, check)
     own = None
-    if job.own is not None and captured is not None:
+    if job.self_draft is not None and captured is not None:
         with job.part("draft passes", 0.8):
-            own = rewritten_draft(job.own, captured, program, job.plan, text)
+            own = rewritten_draft(job.self_draft, captured, program, job.plan, text)
     if job.target != "onnx":
         return in_process_model(job, program, check, tokenizer, own)
     return write_artifact(job, program, check, tokenizer, out, own)

@@ -28,18 +28,18 @@ from accel.passes.state.layers import Layers
 
 
 def pipeline(
-    encoder: bool = False, own: Sequence[Pass] = (), adapted: Sequence[str] = ()
+    encoder: bool = False, recipe_passes: Sequence[Pass] = (), adapted: Sequence[str] = ()
 ) -> list[Pass]:
     """The passes of every model, in order, with the recipe's own passes among or after them. `adapted`: modules whose
     adapters sessions choose.
     """
-    own = sorted(own, key=lambda step: step.stage)
+    recipe_passes = sorted(recipe_passes, key=lambda step: step.stage)
     lora = [Lora(tuple(adapted))] if adapted else []
     return [
         Clean(), Reals(), Fold(), Linears(), *lora, Experts(), Positions(), Norms(), Attention(), Rope(),
         Activations(), Gates(), *([Cross()] if encoder else []), Latent(), Cache(), Head(),
-        *(step for step in own if step.flat), Pack(), Heads(), Layers(), Residual(),
-        *(step for step in own if not step.flat),
+        *(step for step in recipe_passes if step.flat), Pack(), Heads(), Layers(), Residual(),
+        *(step for step in recipe_passes if not step.flat),
     ]  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def rewrite(job: Job, program: Program, check: NumericCheck | None) -> None:
             job.loss = loss(before, program, text)
             refuse_broken(job.loss, job.plan)
     program.params.origins.clear()
-    program.calibration = program.spelling = program.beside = None
+    program.calibration = program.spelling = program.second_model = None
 
 
 def _adapt(job: Job, program: Program) -> None:
@@ -96,10 +96,10 @@ def _adapt(job: Job, program: Program) -> None:
     facts = program.facts.adapters
     assert facts is not None
     job.adapters = Adapters(AdapterFacts(facts.modules))
-    for name, given in job.given.items():
+    for name, given in job.peft_adapters.items():
         added = job.adapters.add(name, given)
         facts.ranks[name], facts.bytes[name] = added.rank, added.bytes
-    names = list(job.given)
+    names = list(job.peft_adapters)
     example = job.adapters.chosen([names[0], names[-1] if len(names) > 1 else None])
     program.examples = {n: torch.from_numpy(a) for n, a in example.arrays.items()}
     program.examples[ROWS] = torch.from_numpy(example.rows)
@@ -118,8 +118,8 @@ def rewritten_draft(
     job.plan.passes = keeping(captured, job.plan.passes)
     refuse(job.passes(), captured.facts, job.plan.recipe.name)
     check = NumericCheck(captured, text) if job.options.verify else None
-    run(captured, pipeline(own=job.plan.every), check)
-    captured.calibration = captured.spelling = captured.beside = None
+    run(captured, pipeline(recipe_passes=job.plan.every), check)
+    captured.calibration = captured.spelling = captured.second_model = None
     share(captured, target, any(isinstance(step, Calibrated) for step in job.plan.passes))
     facts, recipe = model_facts(captured), job.plan.recipe.to_json()
     with CompiledModel(EagerBackend(captured), facts, recipe=recipe) as model:

@@ -18,7 +18,7 @@ from accel.ir.errors import InputError, shown
 ROWS = 1024  # of a part
 
 
-def found(path: Path) -> tuple[list[Path], str]:
+def input_files(path: Path) -> tuple[list[Path], str]:
     """A file, or a folder's files in their order, and the ending that says their format. Raises InputError."""
     files = [path]
     if path.is_dir():

@@ -30,8 +30,8 @@ _RAISED = re.compile(r"^(?!ray\.)(?:[\w.]+\.)?(\w+(?:Error|Exception)): (.+)$", 
 
 @dataclass(frozen=True)
 class Job:
-    """Fields as the arguments of `accel.ray.generate`. `source`: as of `files.found`; `out`: the folder to make; `cpus`
-    None: all of Ray but one, shared out.
+    """Fields as the arguments of `accel.ray.generate`. `source`: as of `files.input_files`; `out`: the folder to make;
+    `cpus` None: all of Ray but one, shared out.
     """
 
     artifact: Path
@@ -52,7 +52,7 @@ class Job:
         check_sampling(self.params, self.row)
         if self.cpus is not None:
             share(self.cpus)
-        names, kind = files.found(self.source)
+        names, kind = files.input_files(self.source)
         with AtomicOutputDir(self.out, what="output") as folder, _ray(), in_a_line():
             with in_a_line(f"{self.source} cannot be read as {kind}"):
                 rows = files.read(names, kind)

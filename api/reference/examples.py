@@ -58,19 +58,21 @@ class Example:
     about: str
     prompt: str
     new_tokens: int
-    wanted: str = ""
+    expected: str = ""
     message: str = ""
 
     def shown(self, text: str) -> str:
         """What the model wrote, without what comes after the answer."""
         return (
-            text[: len(self.wanted)] if self.wanted else body(self.prompt, text).strip("\n") or text
+            text[: len(self.expected)]
+            if self.expected
+            else body(self.prompt, text).strip("\n") or text
         )
 
     def verdict(self, text: str) -> str:
         """Whether the text is what it should be, in a few words."""
-        if self.wanted:
-            return "right" if text.startswith(self.wanted) else "wrong"
+        if self.expected:
+            return "right" if text.startswith(self.expected) else "wrong"
         return "parses" if completes(self.prompt, text) else "does not parse"
 
 

@@ -102,10 +102,10 @@ def _plain(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-def _checked(given: Any, served: Served, param: str) -> list[Ints]:
+def _checked(prompts: Any, served: Served, param: str) -> list[Ints]:
     """Prompts as token ids [n]. Raises ApiError."""
     try:
-        return as_prompts(given, served.model.facts, served.model.tokenizer)
+        return as_prompts(prompts, served.model.facts, served.model.tokenizer)
     except InputError as error:
         code = "context_length_exceeded" if "max_context" in str(error) else None
         raise ApiError(400, str(error), param=param, code=code) from None

@@ -22,7 +22,7 @@ class Score:
     certain before it.
     """
 
-    told: Mapping[int, Logprob]
+    logprobs: Mapping[int, Logprob]
     offset: int
 
 
@@ -134,7 +134,7 @@ class CompletionReply(Reply):
         return {"text": text}
 
     def _scores(self, scores: Sequence[Score], top: int) -> Object:
-        named = [self._named(one.told) for one in scores]
+        named = [self._named(one.logprobs) for one in scores]
         return {
             "tokens": [next(iter(line)) for line in named],
             "token_logprobs": [next(iter(line.values())) for line in named],
@@ -142,10 +142,10 @@ class CompletionReply(Reply):
             "text_offset": [one.offset for one in scores],
         }
 
-    def _named(self, told: Mapping[int, Logprob]) -> dict[str, float]:
+    def _named(self, logprobs: Mapping[int, Logprob]) -> dict[str, float]:
         """By the text of each token: the one that came, then the likeliest. Of those with one text the first."""
         named: dict[str, float] = {}
-        for token, one in told.items():
+        for token, one in logprobs.items():
             named.setdefault(self._name(token), one.logprob)
         return named
 
@@ -174,16 +174,16 @@ class ChatReply(Reply):
     def _scores(self, scores: Sequence[Score], top: int) -> Object:
         content = []
         for score in scores:
-            told = {token: self._score(token, one) for token, one in score.told.items()}
-            best = sorted(told, key=lambda token: score.told[token].rank)[:top]
+            told = {token: self._score(token, one) for token, one in score.logprobs.items()}
+            best = sorted(told, key=lambda token: score.logprobs[token].rank)[:top]
             content.append({**next(iter(told.values())), "top_logprobs": [told[t] for t in best]})
         return {"content": content, "refusal": None}
 
-    def _score(self, token: int, one: Logprob) -> Object:
+    def _score(self, token: int, logprob: Logprob) -> Object:
         data = self._tokenizer.token_bytes(token)
         return {
             "token": self._name(token),
-            "logprob": one.logprob,
+            "logprob": logprob.logprob,
             "bytes": None if data is None else list(data),
         }
 

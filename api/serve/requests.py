@@ -115,8 +115,8 @@ def _check_texts(count: int, served: Served) -> None:
         )
 
 
-def _full_context(given: Sequence[Ints], served: Served) -> bool:
-    return any(prompt.size >= served.model.facts.max_context for prompt in given)
+def _full_context(prompts: Sequence[Ints], served: Served) -> bool:
+    return any(prompt.size >= served.model.facts.max_context for prompt in prompts)
 
 
 def _in_their_words(error: InputError, asked: Generation) -> ApiError:
@@ -159,10 +159,10 @@ def _params(asked: Generation, served: Served) -> SamplingParams:
     )
 
 
-def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
+def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     """JSON has keys of text. Raises ApiError."""
     try:
-        found = {int(token): value for token, value in (given or {}).items()}
+        found = {int(token): value for token, value in (bias or {}).items()}
     except ValueError as error:
         raise ApiError(
             400, f"logit_bias: {error}; its keys are token ids", param="logit_bias"
@@ -170,18 +170,18 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
     return {token: -math.inf if v <= _BAN else v for token, v in found.items()} or None
 
 
-def _structured(given: ResponseFormat | None) -> StructuredOutputsParams | None:
+def _structured(response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
     """What a `response_format` makes the text be; None: any text. Raises ApiError, InputError."""
-    if given is None or given.type == "text":
+    if response_format is None or response_format.type == "text":
         return None
-    if given.type == "json_object":
+    if response_format.type == "json_object":
         return StructuredOutputsParams(json={"type": "object"})
-    if given.json_schema is None:
+    if response_format.json_schema is None:
         raise ApiError(
             400,
             'response_format: "json_schema" is missing; give {"name": …, "schema": …}',
             param="response_format",
         )
     # compact, as OpenAI's: small models would write nothing but whitespace
-    schema = given.json_schema.json_schema
+    schema = response_format.json_schema.json_schema
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True)

@@ -97,11 +97,11 @@ def too_long(seconds: float) -> ApiError:
 async def _end(send: Send, error: ApiError) -> None:
     """Tell a reader that may have stopped reading."""
 
-    async def told() -> None:
+    async def send_error() -> None:
         await send(_event(json.dumps(error.body)))
         await send({"type": "http.response.body", "body": b""})
 
-    await _within(told())
+    await _within(send_error())
 
 
 async def _within(words: Awaitable[None]) -> None:

@@ -15,14 +15,14 @@ from accel.ir.weights import Weights
 _DETACH = torch.ops.aten.detach_.default  # of a constant made in the forward: nothing is written
 
 
-def convert(given: Exported) -> Program:
+def convert(traced: Exported) -> Program:
     """Lift parameters out of the inputs; name the inputs, and the output logits."""
-    with unchanged(given.program.graph):  # it may be the user's
-        return _converted(given)
+    with unchanged(traced.program.graph):  # it may be the user's
+        return _converted(traced)
 
 
-def _converted(given: Exported) -> Program:
-    exported = given.program
+def _converted(traced: Exported) -> Program:
+    exported = traced.program
     without_writes(exported.graph)
     if _needs_functions(exported.graph):
         exported = exported.run_decompositions({})
@@ -32,22 +32,22 @@ def _converted(given: Exported) -> Program:
         **signature.inputs_to_buffers,
         **signature.inputs_to_lifted_tensor_constants,
     }
-    tensors = {**exported.constants, **exported.state_dict, **given.stored}
+    tensors = {**exported.constants, **exported.state_dict, **traced.stored}
     users = [str(n) for n in signature.user_inputs]
-    renames = dict(zip(users, given.inputs, strict=False))
+    renames = dict(zip(users, traced.inputs, strict=False))
     graph, params = fx.Graph(), Weights()
     copied: dict[fx.Node, fx.Node] = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder" and node.name in sources:
             full = sources[node.name]
-            name = given.names.get(full, full).removeprefix(given.prefix)
+            name = traced.names.get(full, full).removeprefix(traced.prefix)
             value = tensors[full]
             params[name] = value.detach() if isinstance(value, Tensor) else value
             new = graph.create_node("get_attr", name)
         elif node.op == "placeholder":
             new = graph.placeholder(renames[node.name])
         elif node.op == "output":
-            chosen = signature.user_outputs[given.output]
+            chosen = signature.user_outputs[traced.output]
             target = next(n for n in copied if n.name == chosen)
             graph.output((copied[target],))
             continue
@@ -64,7 +64,7 @@ def _converted(given: Exported) -> Program:
     for name, letters in (("tokens", "BT"), (INPUTS, "BX")):
         if name in step.inputs:
             dims |= zip(map(str, step.input(name).meta["val"].shape), letters, strict=True)
-    return Program(params, {"step": step}, given.facts, dims=dims)
+    return Program(params, {"step": step}, traced.facts, dims=dims)
 
 
 def _add_positions(graph: fx.Graph) -> None:

@@ -105,7 +105,7 @@ def _causal_form(traits: ModelTraits) -> str:
 
 def _culprit(model: nn.Module, run: Callable[[], Tensor]) -> str:
     """The innermost module whose inputs agree before the last token and whose output does not."""
-    found: list[str] = []
+    culprits: list[str] = []
     names = {m: n for n, m in model.named_modules()}
 
     def of_tokens(value: Any, shape: torch.Size) -> list[Tensor]:
@@ -115,14 +115,14 @@ def _culprit(model: nn.Module, run: Callable[[], Tensor]) -> str:
     def see(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         values = [*args, *kwargs.values()]
         first = next((v for v in values if isinstance(v, Tensor) and v.dim() in (2, 3)), None)
-        if found or first is None:
+        if culprits or first is None:
             return
         shape = first.shape[:2]
         if any(map(_differ, of_tokens(values, shape))):
             return
         outputs = of_tokens(out.logits if hasattr(out, "logits") else out, shape)
         if any(map(_differ, outputs)):
-            found.append(f"{names[module] or 'its forward'} ({type(module).__name__})")
+            culprits.append(f"{names[module] or 'its forward'} ({type(module).__name__})")
 
     hooks = [m.register_forward_hook(see, with_kwargs=True) for m in names]
     try:
@@ -130,4 +130,4 @@ def _culprit(model: nn.Module, run: Callable[[], Tensor]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else "its forward"
+    return culprits[0] if culprits else "its forward"

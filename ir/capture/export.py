@@ -87,12 +87,12 @@ def _inputs(traits: ModelTraits) -> dict[str, Tensor]:
 
 
 def _settled(
-    model: Prepared, adapter: Adapter, traits: ModelTraits, given: dict[str, Tensor]
+    model: Prepared, adapter: Adapter, traits: ModelTraits, example_inputs: dict[str, Tensor]
 ) -> Tensor:
     """Logits of the example, once the adapter knows what positions the module takes."""
     try:
         with torch.no_grad(), reading(model.stored):
-            return adapter.settle(*given.values())
+            return adapter.settle(*example_inputs.values())
     except CaptureError as error:
         raise CaptureError(f"{traits.name}.{error}{no_logits(traits)}") from None
     except Exception as error:
@@ -102,12 +102,18 @@ def _settled(
 
 
 def _export(
-    adapter: Adapter, traits: ModelTraits, given: dict[str, Tensor], facts: Facts, whole: bool
+    adapter: Adapter,
+    traits: ModelTraits,
+    example_inputs: dict[str, Tensor],
+    facts: Facts,
+    whole: bool,
 ) -> tuple[ExportedProgram, bool]:
     """Export with B, T and X symbolic, and whether layers are copies; a table made for some longest sequence lowers
     `max_context`.
     """
-    longest = facts.max_context if facts.max_context > given["tokens"].shape[1] + 1 else None
+    longest = (
+        facts.max_context if facts.max_context > example_inputs["tokens"].shape[1] + 1 else None
+    )
     again = False
     while True:
         # at T = longest a slice of such a table is the whole of it, which torch.export guards against
@@ -115,11 +121,12 @@ def _export(
         shape = {**rows, 1: Dim("T", min=1, max=longest and longest - 1)}
         wide = {**rows, 1: Dim("X", min=1)}
         shapes = [
-            shape if n in _INPUTS else wide if v.dim() == 2 else rows for n, v in given.items()
+            shape if n in _INPUTS else wide if v.dim() == 2 else rows
+            for n, v in example_inputs.items()
         ]
         try:
             with _silence(), flex_written_out(), causal_at_any_length(), plain_strides(), lean():
-                return _traced(adapter, tuple(given.values()), _as_taken(shapes), whole)
+                return _traced(adapter, tuple(example_inputs.values()), _as_taken(shapes), whole)
         except Exception as error:
             found = _end_of_guard(str(error), traits.table_sizes | {traits.own_limit})
             if found is None or again:
@@ -131,16 +138,18 @@ def _export(
 
 
 def _traced(
-    adapter: Adapter, given: tuple[Tensor, ...], shapes: Any, whole: bool
+    adapter: Adapter, example_inputs: tuple[Tensor, ...], shapes: Any, whole: bool
 ) -> tuple[ExportedProgram, bool]:
     """The exported program, and whether layers are copies of others in it."""
     if not whole:
         with repeats(adapter) as found:
-            program = torch.export.export(adapter, given, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(
+                adapter, example_inputs, dynamic_shapes=shapes, strict=False
+            )
         with contextlib.suppress(NotRepeated):
             unroll(program, adapter, found)
             return program, bool(found.again)
-    return torch.export.export(adapter, given, dynamic_shapes=shapes, strict=False), False
+    return torch.export.export(adapter, example_inputs, dynamic_shapes=shapes, strict=False), False
 
 
 def _as_taken(shapes: list[Any]) -> tuple[Any, ...]:

@@ -30,12 +30,12 @@ _OWN = {
 }  # what a module's attributes hold, told apart from the rest
 
 
-def _like(index: int, given: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+def _like(index: int, inputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     return [v.new_empty_strided(v.shape, v.stride()) for v in like]
 
 
 # A border of a layer while a model is traced: it gives tensors like some others, and is gone from what is captured.
-LIBRARY.define("border(int index, Tensor[] given, Tensor[] like) -> Tensor[]")
+LIBRARY.define("border(int index, Tensor[] inputs, Tensor[] like) -> Tensor[]")
 LIBRARY.impl("border", _like, "CompositeExplicitAutograd")
 torch.library.register_fake("accel::border", _like, lib=LIBRARY)
 _BORDER: Any = torch.ops.accel.border.default
@@ -110,9 +110,9 @@ class Repeats:
         call.results = self._border(new, new)
         return _outputs(call, call.results, tensors)
 
-    def _border(self, given: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    def _border(self, inputs: list[Tensor], like: list[Tensor]) -> list[Tensor]:
         self.borders += 1
-        found: list[Tensor] = _BORDER(self.borders - 1, given, like)
+        found: list[Tensor] = _BORDER(self.borders - 1, inputs, like)
         return found
 
 
@@ -140,10 +140,11 @@ def _shape(tensor: Tensor) -> Hashable:
     return str(tuple(tensor.shape)), str(tensor.stride()), tensor.dtype, tensor.requires_grad
 
 
-def _outputs(call: _Traced, results: list[Tensor], given: list[Tensor]) -> Any:
+def _outputs(call: _Traced, results: list[Tensor], inputs: list[Tensor]) -> Any:
     """What a layer returns, of its results and of what it was given."""
     leaves = [
-        v if kind is not Tensor else results[v] if v >= 0 else given[~v] for kind, v in call.outputs
+        v if kind is not Tensor else results[v] if v >= 0 else inputs[~v]
+        for kind, v in call.outputs
     ]
     return pytree.tree_unflatten(leaves, call.spec)
 
@@ -173,19 +174,21 @@ def repeats(root: nn.Module) -> Iterator[Repeats]:
             module.__class__ = kept
 
 
-def _forward(found: Repeats, layer: nn.Module, kind: Hashable, forward: Callable[..., Any]) -> Any:
+def _forward(
+    repeats: Repeats, layer: nn.Module, kind: Hashable, forward: Callable[..., Any]
+) -> Any:
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return found.call(layer, kind, lambda *a, **k: forward(self, *a, **k), args, kwargs)
+        return repeats.call(layer, kind, lambda *a, **k: forward(self, *a, **k), args, kwargs)
 
     return called
 
 
-def _watched(found: Repeats, name: str) -> property:
+def _watched(repeats: Repeats, name: str) -> property:
     """An attribute of a module that notes whether a traced layer reads it."""
 
     def read(self: nn.Module) -> Any:
-        if found.within:
-            found.within.read.add(name)
+        if repeats.within:
+            repeats.within.read.add(name)
         return self.__dict__[name]
 
     def write(self: nn.Module, value: Any) -> None:
@@ -266,7 +269,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def unroll(exported: ExportedProgram, root: nn.Module, found: Repeats) -> None:
+def unroll(exported: ExportedProgram, root: nn.Module, repeats: Repeats) -> None:
     """Give each call of a layer the nodes of the one that was traced, over its own parameters.
 
     Raises:
@@ -278,13 +281,13 @@ def unroll(exported: ExportedProgram, root: nn.Module, found: Repeats) -> None:
     order = {n: i for i, n in enumerate(nodes)}
     parameters = _placeholders(exported, root)
     bodies: dict[int, list[fx.Node]] = {}
-    for index, (call, layer) in found.again.items():
+    for index, (call, layer) in repeats.again.items():
         if index not in borders:  # nothing reads what it gives
             continue
         if id(call) not in bodies:
             bodies[id(call)] = _body(call, borders, nodes, order)
-        _copy(graph, borders, call, bodies[id(call)], borders[index], layer, parameters, found)
-    for node in [n for n in nodes if n.target is _BORDER and int(n.args[0]) not in found.again]:
+        _copy(graph, borders, call, bodies[id(call)], borders[index], layer, parameters, repeats)
+    for node in [n for n in nodes if n.target is _BORDER and int(n.args[0]) not in repeats.again]:
         _bypass(graph, node, node.args[1])
     exported.graph_module.recompile()
 
@@ -344,7 +347,7 @@ def _copy(
     place: fx.Node,
     layer: nn.Module,
     parameters: Mapping[int, fx.Node],
-    found: Repeats,
+    repeats: Repeats,
 ) -> None:
     """The nodes of a traced layer once more, in place of a border."""
     start, end = borders[call.start], borders[call.end]
@@ -354,7 +357,7 @@ def _copy(
     for path, tensor in _tensors(call.layer).items():
         if id(tensor) in parameters:
             copied[parameters[id(tensor)]] = parameters[id(own[path])]
-    before, after = found.names[call.layer], found.names[layer]
+    before, after = repeats.names[call.layer], repeats.names[layer]
     for node in body:
         if node.args and node.args[0] is start:  # one of what it is given
             copied[node] = given[node.args[1]]

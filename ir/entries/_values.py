@@ -49,9 +49,9 @@ def some_layers(program: Program, name: str) -> dict[str, Tensor]:
     return taken(entry, given, empty_state(program, entry, 2))
 
 
-def taken(entry: Entry, *found: dict[str, Tensor]) -> dict[str, Tensor]:
+def taken(entry: Entry, *values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of these values those that the entry takes."""
-    return {n: v for values in found for n, v in values.items() if n in entry.inputs}
+    return {n: v for part in values for n, v in part.items() if n in entry.inputs}
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -83,7 +83,7 @@ def numbers(values: Any) -> Tensor:
 def some_keys(program: Program, name: str) -> dict[str, Tensor]:
     """Random keys of two rows in slots 3.. and 0.., for an entry that goes over stretches of them."""
     generator, count = random(), 5
-    found = {
+    values = {
         "start": numbers([3, 0]),
         "stop": numbers([3 + count, 2]),
         "ranks": torch.arange(count),
@@ -92,17 +92,17 @@ def some_keys(program: Program, name: str) -> dict[str, Tensor]:
     states = {s.name: s for s in program.state}
     for holder in program.entries[name].graph.find_nodes(op="placeholder"):
         own = str(holder.target)
-        if own in found:
+        if own in values:
             continue
         state = states.get(own)
         if state is None:  # directions
-            found[own] = torch.randn(
+            values[own] = torch.randn(
                 2, *map(int, holder.meta["val"].shape[1:]), generator=generator
             )
         elif state.positions:
-            found[own] = torch.arange(SLOTS).repeat(2, 1)
+            values[own] = torch.arange(SLOTS).repeat(2, 1)
         else:
             blank = state.allocate(B=2, C=SLOTS)
             plain = blank.dtype is not torch.int64
-            found[own] = filled(blank.shape, blank.dtype, generator) if plain else blank
-    return taken(program.entries[name], found)
+            values[own] = filled(blank.shape, blank.dtype, generator) if plain else blank
+    return taken(program.entries[name], values)

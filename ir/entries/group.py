@@ -20,7 +20,7 @@ class _Group(EntryKind):
 
         generator, plan = random(), program.facts.units
         count, units = 2 * plan.size + 1, 3
-        found = {
+        values = {
             "start": numbers([3, 0]),
             "stop": numbers([3 + count, plan.size]),
             "first": numbers([0, 1]),
@@ -34,8 +34,8 @@ class _Group(EntryKind):
         for state in (s for s in program.state if s.name in entry.inputs):
             blank = state.allocate(B=2, C=count + plan.size + 4)
             keys = state.part is not Part.UNITS
-            found[state.name] = filled(blank.shape, blank.dtype, generator) if keys else blank
-        return {n: v for n, v in found.items() if n in entry.inputs}
+            values[state.name] = filled(blank.shape, blank.dtype, generator) if keys else blank
+        return {n: v for n, v in values.items() if n in entry.inputs}
 
 
 GROUP = _Group("group", chooses=True, feature="units")

@@ -27,9 +27,9 @@ def _page_range(
     ahead = ends - slots.unsqueeze(1)
     filled = ((ahead > 0) & (ahead <= q_pos.shape[1]))[:, None, :, None]
 
-    def stored(held: Tensor, new: Tensor) -> Tensor:
-        before = kv_pages.reference(held, first, count, 1).squeeze(3)
-        kept: Tensor = kv_append.reference(held, torch.where(filled, new, before), first)
+    def stored(buffer: Tensor, new: Tensor) -> Tensor:
+        before = kv_pages.reference(buffer, first, count, 1).squeeze(3)
+        kept: Tensor = kv_append.reference(buffer, torch.where(filled, new, before), first)
         return kept
 
     return stored(high, found.amax(3)), stored(low, found.amin(3))

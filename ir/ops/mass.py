@@ -22,9 +22,9 @@ def _attention_weights(*operands: Any, **more: Any) -> Tensor:
     return probs * (x.q_pos >= 0)[:, None, :, None]
 
 
-def _in_slots(probs: Tensor, counts: Tensor, kept: int, recent: int) -> Tensor:
+def _in_slots(probs: Tensor, counts: Tensor, kept_slots: int, recent: int) -> Tensor:
     """probs [B,H,T,P+S] of the kept slots of each head -> of all heads' [B,H,T,M+S], 0 for those of others."""
-    slots = torch.arange(kept, device=probs.device)
+    slots = torch.arange(kept_slots, device=probs.device)
     mine = ragged.owned(counts, slots)  # [B,G,M]
     at = slots - (counts.cumsum(1) - counts)[..., None]
     repeat = probs.shape[1] // counts.shape[1]

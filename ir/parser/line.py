@@ -44,10 +44,10 @@ class Line:
     def rest(self) -> str:
         return self.text[self.position :]
 
-    def fail(self, wanted: str) -> NoReturn:
+    def fail(self, expected: str) -> NoReturn:
         found = _TOKEN.match(self.rest)
         shown = f"'{found.group() if found else self.rest[:1]}'" if self.rest else "the line ends"
-        raise self.at.error(f"{shown}, where {wanted} should stand")
+        raise self.at.error(f"{shown}, where {expected} should stand")
 
     def take(self, mark: str) -> bool:
         """Whether a mark, or a whole word, comes next; it is passed."""
@@ -59,32 +59,32 @@ class Line:
         self.space()
         return True
 
-    def expect(self, mark: str, wanted: str = "") -> None:
+    def expect(self, mark: str, expected: str = "") -> None:
         if not self.take(mark):
-            self.fail(wanted or f"'{mark}'")
+            self.fail(expected or f"'{mark}'")
 
-    def token(self, kind: str, wanted: str) -> str:
+    def token(self, kind: str, expected: str) -> str:
         found = _TOKEN.match(self.rest)
         if found is None or found.lastgroup != kind:
-            self.fail(wanted)
+            self.fail(expected)
         self.position += found.end()
         self.space()
         return found.group()
 
-    def name(self, wanted: str) -> str:
-        return self.token("name", wanted)
+    def name(self, expected: str) -> str:
+        return self.token("name", expected)
 
     def end(self) -> None:
         if self.rest:
             self.fail("the line's end")
 
-    def listed(self, close: str, one: Callable[[], T]) -> list[T]:
+    def listed(self, close: str, item: Callable[[], T]) -> list[T]:
         """What stands between commas, up to a mark that closes it."""
         found: list[T] = []
         while not self.take(close):
             if found:
                 self.expect(",", f"',' or '{close}'")
-            found.append(one())
+            found.append(item())
         return found
 
     def type(self) -> Type:
@@ -142,12 +142,12 @@ class Line:
         """`a=1, b='x')`: an open bracket was passed."""
         found: dict[str, Any] = {}
 
-        def one() -> None:
+        def argument() -> None:
             name = self.name("the name of an argument")
             self.expect("=")
             found[name] = self.value()
 
-        self.listed(")", one)
+        self.listed(")", argument)
         return found
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -155,7 +155,7 @@ class Line:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
 
-        def one() -> None:
+        def argument() -> None:
             named = re.match(r"([A-Za-z_]\w*)\s*=", self.rest)
             if named:
                 self.name("")
@@ -166,7 +166,7 @@ class Line:
             else:
                 args.append(self.value())
 
-        self.listed(")", one)
+        self.listed(")", argument)
         return tuple(args), kwargs
 
     def input(self) -> Input:

@@ -70,9 +70,9 @@ def parse(
 class _Reader:
     """A tree of parts -> a program."""
 
-    def __init__(self, tree: Tree, given: Mapping[str, Tensor]):
+    def __init__(self, tree: Tree, weights: Mapping[str, Tensor]):
         self.tree = tree
-        self.given = given
+        self.weights = weights
         self.fake: Any = FakeTensorMode(shape_env=ShapeEnv())
         self.letters: dict[str, Any] = {}  # -> symbolic size
         self.examples: Iterator[int] = (n for n in range(_EXAMPLES, 1 << 16) if _prime(n))
@@ -83,7 +83,7 @@ class _Reader:
         entries = {}
         for name, (section, regions) in self.tree.entries.items():
             entries[name] = _Graphs(self, regions).entry(section)
-        if lost := [name for name in self.given if name not in self.params]:
+        if lost := [name for name in self.weights if name not in self.params]:
             raise TextError(unknown("weight", lost[0], self.params) + "; the text reads no other")
         if facts is None:
             facts = Facts("text", vocab_size=_vocabulary(entries), max_context=_CONTEXT)
@@ -147,7 +147,7 @@ class _Reader:
             raise kind.at.error(f"weight '{line.name}' has sizes in numbers, as in f32[48,40]")
         shape, dtype = tuple(map(int, kind.sizes)), self.dtype(kind)
         if line.name not in self.params:
-            made = self.given.get(line.name)
+            made = self.weights.get(line.name)
             self.params[line.name] = made if made is not None else weight(line.name, shape, dtype)
         known = self.params.blank(line.name)
         if (tuple(known.shape), known.dtype) != (shape, dtype):
@@ -282,12 +282,12 @@ class _Graphs:
         return self.regions[name]
 
 
-def _default(given: Input, dtype: torch.dtype) -> Tensor:
+def _default(declared: Input, dtype: torch.dtype) -> Tensor:
     try:
-        return torch.tensor(given.default, dtype=dtype)
+        return torch.tensor(declared.default, dtype=dtype)
     except (TypeError, ValueError, RuntimeError):
-        raise given.at.error(
-            f"the value of input '{given.name}' is one number, or equal lists of them, as in [True, True]"
+        raise declared.at.error(
+            f"the value of input '{declared.name}' is one number, or equal lists of them, as in [True, True]"
         ) from None
 
 

@@ -59,8 +59,8 @@ class Lowered(Program):
         return out | {output_of(name): inputs[name] for name in e.states}
 
 
-def lower_program(program: Program, held: dict[str, Tensor] | None = None) -> Lowered:
-    """Compile every entry for the device at hand. `held`: parameters on the device, by name, to which
+def lower_program(program: Program, device_params: dict[str, Tensor] | None = None) -> Lowered:
+    """Compile every entry for the device at hand. `device_params`: parameters on the device, by name, to which
     it adds.
 
     Raises:
@@ -73,7 +73,7 @@ def lower_program(program: Program, held: dict[str, Tensor] | None = None) -> Lo
     device = triton.device()
     same = {f.name: getattr(program, f.name) for f in fields(Program)}
     lowered = Lowered(**same, device=device)
-    tensors = {} if held is None else held  # which all entries share
+    tensors = {} if device_params is None else device_params  # which all entries share
     for name, entry in program.entries.items():
         builder = Builder(program, device, tensors)
         kind = kind_of(name)

@@ -86,10 +86,10 @@ def _unlike(program: Program, nodes: Collection[fx.Node]) -> str:
 
 
 def _adapt(
-    editor: Editor, node: fx.Node, given: tuple[fx.Node, fx.Node, fx.Node], tokens: fx.Node
+    editor: Editor, node: fx.Node, low_rank: tuple[fx.Node, fx.Node, fx.Node], tokens: fx.Node
 ) -> None:
     """Add the low-rank product of (a, b, rows) to a product of [B,T,K], or of [B*T,K]."""
-    a, b, rows = given
+    a, b, rows = low_rank
     x: Any = node.args[0]
     flat = len(sizes(x)) == 2
     with editor.graph.inserting_after(node):

@@ -219,11 +219,11 @@ def _exit(
     return item
 
 
-def _holders(graph: fx.Graph, call: fx.Node, given: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _holders(graph: fx.Graph, call: fx.Node, values: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     """The placeholder of each value in a region's graph; those that it lacks come after the others."""
     there = list(graph.find_nodes(op="placeholder"))
     found = dict(zip(call.args, there, strict=True))
-    for node in given:
+    for node in values:
         if node not in found:
             with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
                 found[node] = graph.placeholder(

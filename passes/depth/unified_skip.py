@@ -44,9 +44,9 @@ class UnifiedSkip(Base):
         return Report(changed=len(calls))
 
 
-def evenly(count: int, kept: int) -> list[bool]:
-    """Which of `count` layers run, `kept` of them (at least two): both ends, and every n-th between."""
-    interval = count // (kept - 1)
-    inner = [i for i in range(1, count - 1) if i % interval == 0][: kept - 2]
+def evenly(count: int, run_count: int) -> list[bool]:
+    """Which of `count` layers run, `run_count` of them (at least two): both ends, and every n-th between."""
+    interval = count // (run_count - 1)
+    inner = [i for i in range(1, count - 1) if i % interval == 0][: run_count - 2]
     chosen = {0, *inner, count - 1}
     return [i in chosen for i in range(count)]

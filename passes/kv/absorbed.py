@@ -33,9 +33,9 @@ def read(
     of this layer.
     """
     layer, x = site.layer, operands_of(site.node)
-    batch, groups = site.kept["pos"].meta["val"].shape[0], int(sizes(x.k)[1])
-    wide = [int(sizes(site.kept.get(part, site.kept["k"]))[3]) for part in ("k", "v")]
-    held: dict[str, fx.Node] = {}
+    batch, groups = site.kept_values["pos"].meta["val"].shape[0], int(sizes(x.k)[1])
+    wide = [int(sizes(site.kept_values.get(part, site.kept_values["k"]))[3]) for part in ("k", "v")]
+    buffers: dict[str, fx.Node] = {}
     known = {name for one in every_input() for name in one.names}
     for name, size in keep.absorbed(*wide).items():
         if name in known:
@@ -43,10 +43,12 @@ def read(
                 f"{type(keep).__name__} absorbs into `{name}`, which is an input of scores; give it another name"
             )
         state = State(Part.ABSORBED, layer, "float32", ("B", groups, *size), detail=name)
-        held[name] = site.kept[PREFIX + name] = buffer(program, editor, state, {"B": batch})
+        buffers[name] = site.kept_values[PREFIX + name] = buffer(
+            program, editor, state, {"B": batch}
+        )
     with editor.graph.inserting_before(site.node):
         own = {n: editor.param(parameter(layer, n), t) for n, t in tensors.items()}
-        names, form = ("queries", *held, *own), {"scale": x.scale, "softcap": x.softcap}
+        names, form = ("queries", *buffers, *own), {"scale": x.scale, "softcap": x.softcap}
 
         def look(*values: Tensor) -> tuple[Tensor, Tensor]:
             found: tuple[Tensor, Tensor] = call(
@@ -58,7 +60,7 @@ def read(
             editor,
             f"absorbed.{layer}",
             look,
-            *(x.q, *held.values(), *own.values()),
+            *(x.q, *buffers.values(), *own.values()),
             like=site.node,
             key=("absorbed", keep, *form.values(), *names),
         )

@@ -100,17 +100,19 @@ def _read_kept(program: Program, sites: list[Site], step: Compress) -> None:
             node = cache_of(site.node, part)
             shape = ("B", lists, letter, int(sizes(node)[3]))
             state = State(part, site.layer, "float32", shape, region=CacheRegion.KEPT)
-            site.kept[part] = buffer(program, editor, state, letters)
+            site.kept_values[part] = buffer(program, editor, state, letters)
         where = ("B", lists, letter)
         state = State(Part.POSITIONS, site.layer, "int64", where, -1, CacheRegion.KEPT)
-        site.kept["pos"] = buffer(program, editor, state, letters)
-        added = {f"kept_{p}": site.kept.get(p, site.kept["k"]) for p in ("k", "v", "pos")}
+        site.kept_values["pos"] = buffer(program, editor, state, letters)
+        added = {
+            f"kept_{p}": site.kept_values.get(p, site.kept_values["k"]) for p in ("k", "v", "pos")
+        }
         if lists < groups:
             state = State(Part.COUNTS, site.layer, "int64", ("B", groups), region=CacheRegion.KEPT)
-            site.kept["counts"] = buffer(program, editor, state, letters)
-            added["kept_counts"] = site.kept["counts"]
+            site.kept_values["counts"] = buffer(program, editor, state, letters)
+            added["kept_counts"] = site.kept_values["counts"]
         if step.keep.demotes:
-            added = low.read(program, editor, step.keep, site.node, added, site.kept)
+            added = low.read(program, editor, step.keep, site.node, added, site.kept_values)
         site.node.kwargs = {**site.node.kwargs, **added}
 
 
@@ -161,16 +163,16 @@ def _entry(
         here = operands[site.layer] = {"seen": seen, "recent_pos": pos}
         for part in (Part.KEYS, Part.VALUES):
             node = cache_of(site.node, part)
-            if part in site.kept:
+            if part in site.kept_values:
                 here[f"recent_{part}"] = entry.placeholder(str(node.target), node.meta["val"])
-        for name, node in site.kept.items():
+        for name, node in site.kept_values.items():
             here[f"kept_{name}"] = entry.placeholder(str(node.target), node.meta["val"])
         keep = entry.blank((entry.batch,), torch.int64)
         here["keep"] = entry.placeholder(keep_of(site.layer), keep)
         count = source.symbol(f"N{site.layer}", _RANKS + site.layer)
         ranks = entry.blank((count,), torch.int64)
         here["ranks"] = entry.placeholder(ranks_of(site.layer), ranks)
-        if "counts" in site.kept:
+        if "counts" in site.kept_values:
             for name, letter, size in (("held", "R", _HELD), ("room", "M", _ROOM)):
                 count = source.symbol(f"{letter}{site.layer}", size + site.layer)
                 given = held_of(site.layer) if name == "held" else room_of(site.layer)
@@ -207,7 +209,9 @@ def _entry(
         cut = chooser(step, list(here), form, paired)
         found = dict(trace(editor, f"compress.{site.layer}", cut, *here.values(), key=key))
         choices[site.layer] = {name: found.pop(name) for name in (CHOSEN, STAYS)}
-        outputs |= {output_of(str(site.kept[part].target)): node for part, node in found.items()}
+        outputs |= {
+            output_of(str(site.kept_values[part].target)): node for part, node in found.items()
+        }
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))
 

@@ -113,7 +113,9 @@ def _check(program: Program, sites: Sequence[Site], step: Any) -> None:
 
 def check_made(sites: Sequence[Site], step: Any) -> None:
     """Raise PassError where something is known of each token, and the keep makes tokens that nobody read."""
-    known = [name for site in sites for name in site.kept if f"{name}.recent" in site.kept]
+    known = [
+        name for site in sites for name in site.kept_values if f"{name}.recent" in site.kept_values
+    ]
     if step.keep.makes and known:
         raise PassError(
             f"{_what(step)} makes tokens that were never read, and a method of the recipe goes by `{known[0]}` of each "

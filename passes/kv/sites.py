@@ -19,7 +19,7 @@ from accel.passes.kv.methods import Methods
 
 def sites_of(program: Program) -> list[Site]:
     """The attention of each layer that has a cache of its own."""
-    found: dict[int, Site] = {}
+    by_layer: dict[int, Site] = {}
     states = {s.name for s in program.state}
     shared = [i for i, layer in enumerate(program.facts.layers) if layer.shares is not None]
     if shared:
@@ -36,12 +36,12 @@ def sites_of(program: Program) -> list[Site]:
                 f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read evicted slots "
                 "yet; leave kv.score out for this model"
             )
-        if layer in found:
+        if layer in by_layer:
             raise PassError(
                 f"layer {layer} attends twice over one cache, which kv.score does not support"
             )
-        found[layer] = Site(layer, node)
-    return list(found.values())
+        by_layer[layer] = Site(layer, node)
+    return list(by_layer.values())
 
 
 def leaders_of(step: Methods, sites: list[Site]) -> dict[int, int]:

@@ -112,7 +112,7 @@ class Attention(Pass):
         Clean().run(program)
         return report
 
-    def _rewrite(self, program: Program, site: _Site, found: Class) -> None:
+    def _rewrite(self, program: Program, site: _Site, mask_class: Class) -> None:
         graph = program.step.graph
         editor = Editor(program, graph)
         q_pos, k_pos = (positions_of(program, sizes(n)[2]) for n in (site.q, site.k))
@@ -121,15 +121,15 @@ class Attention(Pass):
             k, v = site.k, site.v
         bias = sink = None
         with graph.inserting_before(site.result):
-            if found.bias is not None:
+            if mask_class.bias is not None:
                 heads = int(sizes(site.q)[1])
-                full = found.bias.expand(heads, *found.bias.shape[1:]).contiguous()
+                full = mask_class.bias.expand(heads, *mask_class.bias.shape[1:]).contiguous()
                 bias = editor.param(f"bias.{_same_bias(program, full)}", full)
             if site.sink is not None:
                 sink = editor.param(f"sink.{site.result.name}", site.sink)
             new = editor.call(
                 attention.default, site.q, k, v, q_pos, k_pos, bias,
-                site.scale, site.softcap, found.mask.kind, found.mask.size,
+                site.scale, site.softcap, mask_class.mask.kind, mask_class.mask.size,
                 *([] if sink is None else [sink]), like=site.result,
             )  # fmt: skip
         replace(site.result, restore(program, new, site.result))
@@ -173,21 +173,21 @@ def _fused(program: Program, kinds: Kinds, node: fx.Node) -> _Site | str:
 
 
 def _written(
-    program: Program, kinds: Kinds, order: dict[fx.Node, int], found: Written
+    program: Program, kinds: Kinds, order: dict[fx.Node, int], written: Written
 ) -> _Site | str:
-    scale, sink = read_scale(program, found), read_sink(program, found)
+    scale, sink = read_scale(program, written), read_sink(program, written)
     if isinstance(scale, str) or isinstance(sink, str):
         return scale if isinstance(scale, str) else str(sink)
-    heads = [as_heads(program, kinds, n) for n in (found.q, found.keys, found.v)]
+    heads = [as_heads(program, kinds, n) for n in (written.q, written.keys, written.v)]
     if wrong := [h for h in heads if isinstance(h, str)]:
         return wrong[0]
     q, keys, v = (h for h in heads if isinstance(h, fx.Node))
-    site = _Site(found.result, q, swapped(program, keys), v, *scale, sink=sink, written=found)
-    site.key = region_key(found, kinds, order)
+    site = _Site(written.result, q, swapped(program, keys), v, *scale, sink=sink, written=written)
+    site.key = region_key(written, kinds, order)
     return site
 
 
-def _holds(program: Program, site: _Site, found: Class) -> bool:
+def _holds(program: Program, site: _Site, mask_class: Class) -> bool:
     """Whether the attention as read gives what is written, on random queries, keys and values."""
     assert site.written is not None
     length = min(11, program.facts.max_context)
@@ -202,8 +202,8 @@ def _holds(program: Program, site: _Site, found: Class) -> bool:
     q_pos, k_pos = (torch.arange(n).repeat(2, 1) for n in (q.shape[2], v.shape[2]))
     got = attention(
         q, keys.transpose(2, 3), v, q_pos, k_pos,
-        None if found.bias is None else found.bias.expand(q.shape[1], *found.bias.shape[1:]),
-        site.scale, site.softcap, found.mask.kind, found.mask.size, site.sink,
+        None if mask_class.bias is None else mask_class.bias.expand(q.shape[1], *mask_class.bias.shape[1:]),
+        site.scale, site.softcap, mask_class.mask.kind, mask_class.mask.size, site.sink,
     )  # fmt: skip
     return close(got.reshape(want.shape), want)
 

@@ -66,7 +66,7 @@ class Kinds(dict[fx.Node, str]):
 def try_out(
     program: Program,
     node: fx.Node,
-    given: Mapping[fx.Node, Tensor],
+    known_values: Mapping[fx.Node, Tensor],
     positions: Tensor,
 ) -> Tensor:
     """The value of `node` with some nodes given, for tokens of these positions [B,T], and for as many
@@ -83,7 +83,7 @@ def try_out(
         if holder.target == FEATURES:
             inputs[FEATURES] = torch.zeros(positions.shape[0], *holder.meta["val"].shape[1:])
     with torch.no_grad():
-        (value,) = evaluate([node], program.params, inputs, given)
+        (value,) = evaluate([node], program.params, inputs, known_values)
     assert isinstance(value, Tensor)
     return value
 

@@ -27,7 +27,7 @@ class Pattern(ABC):
     """What an operand may be. `a | b` is either."""
 
     @abstractmethod
-    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
+    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
         """Each way in which the operand fits beside what was found, with what is found of it."""
 
     def __or__(self, other: Pattern) -> Pattern:
@@ -41,10 +41,10 @@ class Value(Pattern):
     name: str
     fits: Callable[[fx.Node], bool] = lambda node: True
 
-    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
-        if isinstance(operand, fx.Node) and found.get(self.name, operand) is operand:
+    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
+        if isinstance(operand, fx.Node) and bindings.get(self.name, operand) is operand:
             if self.fits(operand):
-                yield {**found, self.name: operand}
+                yield {**bindings, self.name: operand}
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Setting(Pattern):
     name: str = ""
     kinds: tuple[type, ...] = (object,)
 
-    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
+    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
         if isinstance(operand, self.kinds) and not isinstance(operand, fx.Node):
-            yield {**found, self.name: operand} if self.name else found
+            yield {**bindings, self.name: operand} if self.name else bindings
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class _Either(Pattern):
     first: Pattern
     second: Pattern
 
-    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
-        yield from self.first.matches(operand, found)
-        yield from self.second.matches(operand, found)
+    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
+        yield from self.first.matches(operand, bindings)
+        yield from self.second.matches(operand, bindings)
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,23 @@ class _Call(Pattern):
     name: str  # of the call itself
     shared: bool  # others may read the result, too
 
-    def matches(self, operand: Any, found: Found) -> Iterator[Found]:
+    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
         if isinstance(operand, fx.Node) and (self.shared or len(operand.users) == 1):
-            yield from self.ends(operand, found)
+            yield from self.ends(operand, bindings)
 
-    def ends(self, node: fx.Node, found: Found) -> Iterator[Found]:
+    def ends(self, node: fx.Node, bindings: Found) -> Iterator[Found]:
         """The same of the last value of a whole pattern, whoever reads it."""
         if node.target not in self.targets:
             return
-        given, wanted = node.args, self.operands
-        if wanted and wanted[-1] is ...:
-            given, wanted = given[: len(wanted) - 1], wanted[:-1]
+        operands, patterns = node.args, self.operands
+        if patterns and patterns[-1] is ...:
+            operands, patterns = operands[: len(patterns) - 1], patterns[:-1]
         elif node.kwargs:
             return
-        found = {**found, self.name: node} if self.name else found
-        yield from _all(wanted, given, found)
-        if node.target in _COMMUTE and len(wanted) == 2:
-            yield from _all(wanted, given[::-1], found)
+        bindings = {**bindings, self.name: node} if self.name else bindings
+        yield from _all(patterns, operands, bindings)
+        if node.target in _COMMUTE and len(patterns) == 2:
+            yield from _all(patterns, operands[::-1], bindings)
 
 
 def call(target: Any, *operands: Any, name: str = "", shared: bool = False) -> Pattern:
@@ -104,24 +104,24 @@ def call(target: Any, *operands: Any, name: str = "", shared: bool = False) -> P
     return _Call(target if isinstance(target, tuple) else (target,), operands, name, shared)
 
 
-def _all(wanted: Any, given: Any, found: Found) -> Iterator[Found]:
-    if len(wanted) != len(given):
+def _all(patterns: Any, operands: Any, bindings: Found) -> Iterator[Found]:
+    if len(patterns) != len(operands):
         return
-    if not wanted:
-        yield found
+    if not patterns:
+        yield bindings
         return
-    for each in _one(wanted[0], given[0], found):
-        yield from _all(wanted[1:], given[1:], each)
+    for each in _one(patterns[0], operands[0], bindings):
+        yield from _all(patterns[1:], operands[1:], each)
 
 
-def _one(wanted: Any, given: Any, found: Found) -> Iterator[Found]:
-    if isinstance(wanted, Pattern):
-        yield from wanted.matches(given, found)
-    elif isinstance(wanted, list):
-        if isinstance(given, (list, tuple)):
-            yield from _all(wanted, given, found)
-    elif not isinstance(given, fx.Node) and wanted == given:
-        yield found
+def _one(pattern: Any, operand: Any, bindings: Found) -> Iterator[Found]:
+    if isinstance(pattern, Pattern):
+        yield from pattern.matches(operand, bindings)
+    elif isinstance(pattern, list):
+        if isinstance(operand, (list, tuple)):
+            yield from _all(pattern, operand, bindings)
+    elif not isinstance(operand, fx.Node) and pattern == operand:
+        yield bindings
 
 
 @dataclass

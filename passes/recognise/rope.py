@@ -27,7 +27,7 @@ _BLOCK = 4096  # positions tried at a time
 class _Tables:
     """Tables found so far: (cos [M,R/2], sin [M,R/2], interleaved) under a number."""
 
-    found: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
+    entries: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Finder:
         if x is None:
             return None
         number, flipped = matched[-1]
-        cos, sin, interleaved = self.tables.found[number]
+        cos, sin, interleaved = self.tables.entries[number]
         editor = self.editor
         return editor.call(
             rope.default, self._transposed(x, flipped), positions_of(self.program, want[2]),
@@ -184,7 +184,7 @@ def _match(
     out = run(sample, positions)
     if close(out, sample, 1e-6):
         return None
-    for number, table in enumerate(tables.found):
+    for number, table in enumerate(tables.entries):
         if close(rope(sample, positions, *table), out):
             return number
     structure = _structure(run, heads, width, positions[:, :2])
@@ -201,8 +201,8 @@ def _match(
     table = (turned[:, first].contiguous(), turned[:, second].contiguous(), interleaved)
     if not close(rope(sample, positions, *table), out):
         return None
-    tables.found.append(table)
-    return len(tables.found) - 1
+    tables.entries.append(table)
+    return len(tables.entries) - 1
 
 
 def _structure(

@@ -176,15 +176,15 @@ def mixes_tokens(program: Program) -> str | None:
     return None
 
 
-def _facts(sites: list[fx.Node], kept: int, owners: dict[fx.Node, int]) -> LayerFacts:
-    """`kept`: bytes of recurrent state per row. `owners`: what is stored -> by which layer."""
+def _facts(sites: list[fx.Node], state_bytes: int, owners: dict[fx.Node, int]) -> LayerFacts:
+    """`state_bytes`: bytes of recurrent state per row. `owners`: what is stored -> by which layer."""
     node = next((n for n in sites if n.target is attention.default), None)
     if node is None:
-        return LayerFacts("recurrent", 0, 0, 0, 0, state_bytes=kept)
+        return LayerFacts("recurrent", 0, 0, 0, 0, state_bytes=state_bytes)
     x = operands_of(node)
     q, k = sizes(x.q), sizes(x.k)
     owner = owners.get(x.k)
     shares = None if owner == node.meta["layer"] else owner
     return LayerFacts(
-        x.mask, x.window, int(q[1]), int(k[1]), int(q[3]), state_bytes=kept, shares=shares
+        x.mask, x.window, int(q[1]), int(k[1]), int(q[3]), state_bytes=state_bytes, shares=shares
     )

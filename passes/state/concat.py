@@ -39,11 +39,11 @@ class Concat(Pass):
     entry = "genai"
 
     def run(self, program: Program) -> Report:
-        own = [s for s in program.state if s.stored and s.region is CacheRegion.RECENT]
-        shapes = {tuple("C" if size == SLOTS else size for size in s.shape) for s in own}
+        states = [s for s in program.state if s.stored and s.region is CacheRegion.RECENT]
+        shapes = {tuple("C" if size == SLOTS else size for size in s.shape) for s in states}
         if len(shapes) != 1:
             return Report(refused=["onnxruntime-genai needs equal KV shapes in every layer"])
-        parts = [s.part for s in own]
+        parts = [s.part for s in states]
         if parts.count(Part.KEYS) != parts.count(Part.VALUES):
             return Report(
                 refused=[
@@ -70,20 +70,20 @@ class Concat(Pass):
                     "onnxruntime-genai needs a cache in every layer, but some layers share one"
                 ]
             )
-        if any(not s.positions and (s not in own or s.dtype == "int8") for s in program.state):
+        if any(not s.positions and (s not in states or s.dtype == "int8") for s in program.state):
             return Report(refused=["onnxruntime-genai supports a dense cache only"])
         readers = program.nodes(attention.default, entry=program.step)
         if any(operands_of(node).pages is not None for node in readers):
             return Report(refused=["onnxruntime-genai has no call that chooses pages"])
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
-        _inputs(program, graph, copied, own)
+        _inputs(program, graph, copied, states)
         editor = Editor(program, graph)
         for node in program.step.graph.nodes:
             if _has_place(node, copied):
                 copied[node] = _copy(editor, node, copied, copied[program.step.input(POSITIONS)])
         places = {s.output for s in program.state if s.positions}
-        present = {s.output: present_of(s) for s in own}
+        present = {s.output: present_of(s) for s in states}
         outputs = {
             present.get(name, name): copied[node]
             for name, node in program.step.output_nodes().items()
@@ -96,7 +96,7 @@ class Concat(Pass):
 
 
 def _inputs(
-    program: Program, graph: fx.Graph, copied: dict[fx.Node, fx.Node], held: list[State]
+    program: Program, graph: fx.Graph, copied: dict[fx.Node, fx.Node], states: list[State]
 ) -> None:
     """Placeholders of the entry; positions of slots and `rows` have none and stand for what replaces them."""
     step = program.step
@@ -111,7 +111,7 @@ def _inputs(
     past = editor.symbol("P", _PAST)
     sizes = {"B": batch, "C": past, SLOTS: past}
     mask = editor.placeholder("attention_mask", (batch, editor.symbol("S", _SEEN)), torch.int64)
-    for state in held:
+    for state in states:
         shape = [sizes[d] if isinstance(d, str) else d for d in state.shape]
         node = editor.placeholder(past_of(state), shape, torch.float32)
         copied[step.input(state.name)] = node

@@ -34,10 +34,12 @@ class Cross(Pass):
 
     def run(self, program: Program) -> Report:
         step = program.step
-        given = [n for n in step.graph.find_nodes(op="placeholder") if n.target in _ENCODER]
-        if not given:
+        encoder_inputs = [
+            n for n in step.graph.find_nodes(op="placeholder") if n.target in _ENCODER
+        ]
+        if not encoder_inputs:
             return Report()
-        _unify_batch(program, given)
+        _unify_batch(program, encoder_inputs)
         decoder = _depending(step.graph, {step.input("tokens"), step.input("positions")})
         sites = step.graph.find_nodes(op="call_function", target=attention.default)
         crossing = [n for n in sites if n in decoder and not decoder.intersection(_read(n))]
@@ -46,30 +48,30 @@ class Cross(Pass):
                 f"{program.facts.name} has no cross-attention that accel recognises, so its encoder "
                 "cannot run separately from its decoder"
             )
-        wanted = _wanted([n for n in sites if n in decoder], crossing)
-        program.entries["encode"] = _encode(program, given, wanted)
-        self._read(program, given[0], crossing, wanted)
-        left = [u.name for n in given for u in n.users]
+        cross_states = _wanted([n for n in sites if n in decoder], crossing)
+        program.entries["encode"] = _encode(program, encoder_inputs, cross_states)
+        self._read(program, encoder_inputs[0], crossing, cross_states)
+        left = [u.name for n in encoder_inputs for u in n.users]
         if left:
             raise PassError(
                 f"the decoder reads the encoder outside cross-attention, by {', '.join(left[:3])}; "
                 "accel caches only the keys and values of cross-attention"
             )
-        for node in given:
+        for node in encoder_inputs:
             step.graph.erase_node(node)
         return Report(changed=len(crossing))
 
     def _read(
         self,
         program: Program,
-        given: fx.Node,
+        encoder_input: fx.Node,
         crossing: list[fx.Node],
-        wanted: dict[fx.Node, State],
+        cross_states: dict[fx.Node, State],
     ) -> None:
         """Let cross-attention read state where it read what the encoder's entry computes now."""
         editor = Editor(program, program.step.graph)
-        letters = dict(zip("BX", given.meta["val"].shape, strict=False))
-        for value, state in wanted.items():
+        letters = dict(zip("BX", encoder_input.meta["val"].shape, strict=False))
+        for value, state in cross_states.items():
             program.state.append(state)
             shape = [letters[d] if isinstance(d, str) else d for d in state.shape]
             holder = editor.placeholder(state.name, shape, DTYPES[state.dtype])
@@ -78,7 +80,7 @@ class Cross(Pass):
         Clean().run(program)
 
 
-def _unify_batch(program: Program, given: list[fx.Node]) -> None:
+def _unify_batch(program: Program, encoder_inputs: list[fx.Node]) -> None:
     """B is read off the tokens in the step, and off the encoder's input where only that is at hand."""
     graph, tokens = program.step.graph, program.step.input("tokens")
     editor = Editor(program, graph)
@@ -138,21 +140,23 @@ def _letter(node: fx.Node, axis: int) -> int | str:
     return int(size) if size.isdigit() else "X"
 
 
-def _encode(program: Program, given: list[fx.Node], wanted: dict[fx.Node, State]) -> Entry:
+def _encode(
+    program: Program, encoder_inputs: list[fx.Node], cross_states: dict[fx.Node, State]
+) -> Entry:
     """The encoder, and the values that cross-attention reads."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
-    for node in given:
+    for node in encoder_inputs:
         copied[node] = graph.placeholder(str(node.target))
         copied[node].meta = dict(node.meta)
     editor = Editor(program, graph)
-    batch = editor.call(aten.sym_size.int, copied[given[0]], 0)
-    needed = ancestors(wanted, stop=set())
+    batch = editor.call(aten.sym_size.int, copied[encoder_inputs[0]], 0)
+    needed = ancestors(cross_states, stop=set())
     for node in program.step.graph.nodes:
         if node not in needed or node in copied or node.op == "placeholder":
             continue
         copied[node] = batch if _is_batch(node) else graph.node_copy(node, copied.__getitem__)
         copied[node].meta = copied[node].meta or dict(node.meta)
-    outputs = {state.output: copied[node] for node, state in wanted.items()}
+    outputs = {state.output: copied[node] for node, state in cross_states.items()}
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))

@@ -73,7 +73,11 @@ def _check(state: State, written: dict[str, fx.Node]) -> None:
             "kv.select keeps bounds of pages, units or choices, which rejected tokens of a tree would change; leave "
             "kv.select out, or draft a chain"
         )
-    if not (state.cross or state.kept or (new is not None and new.target is kv_append.default)):
+    if not (
+        state.cross
+        or state.written_between_steps
+        or (new is not None and new.target is kv_append.default)
+    ):
         raise PassError(
             f"'{state.name}' is not per-token state, so rejected tokens of a tree cannot be removed "
             "from it; draft a chain"

@@ -202,7 +202,7 @@ def steps(blocks: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
     middle, top = 2 ** (bits - 1), 2**bits - 1
     if symmetric:
         low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-        scales = held(torch.where(-low >= high, low, high) / -middle)
+        scales = stored_scales(torch.where(-low >= high, low, high) / -middle)
         return scales, torch.full_like(scales, middle)
     low = blocks.amin(-1, keepdim=True).clamp(max=0)
     high = blocks.amax(-1, keepdim=True).clamp(min=0)
@@ -211,7 +211,7 @@ def steps(blocks: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
     return scales, (-low / scales).round().clamp(0, top)
 
 
-def held(scales: Tensor) -> Tensor:
+def stored_scales(scales: Tensor) -> Tensor:
     """Symmetric ones, rounded to bfloat16, in which they are stored: codes are those of the rounded ones. 1 in place
     of 0.
     """

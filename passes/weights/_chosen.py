@@ -67,18 +67,18 @@ class Chosen(Calibrated):
         return bits
 
     def _chosen(
-        self, program: Program, tokens: Tensor, own: Sequence[Site], parts: dict[str, list[int]]
+        self, program: Program, tokens: Tensor, sites: Sequence[Site], parts: dict[str, list[int]]
     ) -> set[tuple[str, int]]:
         """The parts of weights that get 8 bits."""
         calibration_of(program).progress("measuring what rounding costs", 0.0)
         steps = set(_nodes(program))
-        products = {n: s.name for s in own for n in s.linears if n in steps}
+        products = {n: s.name for s in sites for n in s.linears if n in steps}
         rows = tokens[: max(1, _TOKENS // tokens.shape[1]), : program.facts.max_context]
         losses = rounding_losses(program, rows, products, self._in_few, parts)
-        width = {s.name: int(program.params.blank(s.name).shape[1]) for s in own}
+        width = {s.name: int(program.params.blank(s.name).shape[1]) for s in sites}
         all_of = [
             _Candidate(s, i, rows * width[s.name], losses[s.name][i])
-            for s in own
+            for s in sites
             for i, rows in enumerate(parts[s.name])
         ]
         room = self.eight * sum(c.size for c in all_of)
@@ -126,16 +126,16 @@ def _divide(
             runs[-1].append(i)
         else:
             runs.append([i])
-    found = {}
+    bits = {}
     for run in runs:
         name = f"{site.name}[{run[0]}:{run[-1] + 1}]"
         program.params[name] = Stacked.rows([stored.parts[i] for i in run])
-        found[name] = 8 if eight[run[0]] else 4
+        bits[name] = 8 if eight[run[0]] else 4
     for node in site.linears:
         editor = Editor(program, node.graph)
         bias, start, made = operand_of(node, "bias"), 0, []
         with node.graph.inserting_before(node):
-            for name in found:
+            for name in bits:
                 end = start + int(program.params.blank(name).shape[0])
                 own = None
                 if bias is not None:
@@ -147,4 +147,4 @@ def _divide(
                 start = end
             whole = editor.call(aten.cat.default, made, -1, like=node)
         replace(node, whole)
-    return found
+    return bits

@@ -125,11 +125,11 @@ def _only(call: fx.Node, graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _fold(
-    program: Program, value: fx.Node, values: Mapping[fx.Node, Any], kept: set[fx.Node]
+    program: Program, value: fx.Node, values: Mapping[fx.Node, Any], outputs: set[fx.Node]
 ) -> Fold | None:
     for owner, places in _owners(value):
         for chosen in _parts(owner, places, values):
-            trial = _Trial(program, value, owner, places, values, kept)
+            trial = _Trial(program, value, owner, places, values, outputs)
             channels = trial.channels(chosen)
             if channels is not None:
                 return Fold(value, tuple(value.users), owner, places, channels, len(chosen))
@@ -193,7 +193,7 @@ class _Trial:
     owner: fx.Node
     places: tuple[int, ...]
     values: Mapping[fx.Node, Any]
-    kept: set[fx.Node]
+    outputs: set[fx.Node]
 
     def channels(self, chosen: Tensor) -> Tensor | None:
         """Which entry [M] each channel [K] follows, where every one follows one that was chosen."""
@@ -242,7 +242,7 @@ class _Trial:
         """Whether something that was not recomputed on the way to the value reads a changed node."""
         for user in node.users:
             if user.op == "output":
-                if node not in self.kept:
+                if node not in self.outputs:
                     return True
             elif user not in changed and self.value < user:
                 index = user.args[1] if user.target is operator.getitem else None

@@ -25,10 +25,12 @@ _CHUNK = 1 << 22  # codes that are packed at a time
 _SAME = 1e-3  # step of its codes that a row may be off: nothing is rounded
 
 
-def keeping(program: Program, own: Sequence[Pass]) -> list[Pass]:
+def keeping(program: Program, recipe_passes: Sequence[Pass]) -> list[Pass]:
     """A recipe's passes, after the one that keeps the codes of a checkpoint, where the program has any."""
     coded = any(holds_codes(program.params.stored(name)) for name in program.params)
-    return [Kept(), *own] if coded and Kept() not in own else list(own)
+    return (
+        [Kept(), *recipe_passes] if coded and Kept() not in recipe_passes else list(recipe_passes)
+    )
 
 
 @dataclass(frozen=True)

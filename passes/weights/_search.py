@@ -11,7 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from accel.passes.weights._blocks import Packed, encode, held, in_blocks, round_to_nearest, steps
+from accel.passes.weights._blocks import (
+    Packed,
+    encode,
+    in_blocks,
+    round_to_nearest,
+    steps,
+    stored_scales,
+)
 from accel.passes.weights._feedback import Steps, feedback_of, round_with_feedback
 
 _LONGER = (0.65, 0.72, 0.79, 0.86, 0.93)  # of the step that reaches the largest value
@@ -52,7 +59,7 @@ def searched_steps(
         square = (weighed * codes).sum(-1, keepdim=True)
         fitted = (weighed * blocks).sum(-1, keepdim=True) / square
         fitted = torch.where((square > 0) & (fitted != 0), fitted, scales)
-        offer(held(fitted) if symmetric else fitted, zeros)
+        offer(stored_scales(fitted) if symmetric else fitted, zeros)
     return scales, zeros
 
 

@@ -37,13 +37,13 @@ def rounding_losses(
     tokens [n,T]; products: nodes of the step, with the name of their weight; rounding: [N,K] -> [N,K]; parts: how
     many rows each part of a weight has. A product that no token reaches costs nothing.
     """
-    found = {name: [0.0] * len(rows) for name, rows in parts.items()}
+    losses = {name: [0.0] * len(rows) for name, rows in parts.items()}
 
     def note(name: str) -> Note:
         def add(weight: Tensor, inputs: Tensor, gradient: Tensor) -> None:
             off = F.linear(inputs, rounding(weight) - weight) * gradient
             for i, part in enumerate(off.split(parts[name], dim=-1)):
-                found[name][i] += float(part.sum(-1).square().sum()) / (2 * tokens.numel())
+                losses[name][i] += float(part.sum(-1).square().sum()) / (2 * tokens.numel())
 
         return add
 
@@ -57,7 +57,7 @@ def rounding_losses(
         drawn = torch.multinomial(odds.detach().exp(), 1, generator=generator)
         if odds.requires_grad:
             odds.gather(-1, drawn).sum().backward()
-    return found
+    return losses
 
 
 class _Product(torch.autograd.Function):
@@ -102,15 +102,15 @@ class _Run:
     def _value(
         self, node: fx.Node, inputs: Mapping[str, Any], values: Mapping[fx.Node, Any]
     ) -> Any:
-        def given(n: fx.Node) -> Any:
+        def value_of(n: fx.Node) -> Any:
             return operand(n, self.params, values)
 
         if node in self.products:
             name = self.products[node]
-            x, bias = given(operand_of(node, "input")), operand_of(node, "bias")
+            x, bias = value_of(operand_of(node, "input")), operand_of(node, "bias")
             made = _Product.apply(x, self.start, lambda: self.params[name], self.note(name))  # type: ignore[no-untyped-call]
-            return made if bias is None else made + given(bias)
-        args, kwargs = map_arg(node.args, given), map_arg(node.kwargs, given)
+            return made if bias is None else made + value_of(bias)
+        args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
         if isinstance(node.target, Region):
             skipped = isinstance(node.target, Conditional) and not args[0]
             graph = node.target.otherwise if skipped else node.target.graph  # type: ignore[attr-defined]

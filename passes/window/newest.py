@@ -66,25 +66,25 @@ class Newest(Base):
                 ]
             )
         read = readers(program)
-        found = {layer: window_of(nodes) for layer, nodes in read.items()}
-        found = {
+        windows = {layer: window_of(nodes) for layer, nodes in read.items()}
+        windows = {
             layer: size
-            for layer, size in found.items()
+            for layer, size in windows.items()
             if size and size + 2 * self.back < program.facts.max_context
         }
-        if not found:
+        if not windows:
             return Report(
                 refused=[
                     f"no layer sees a window that is shorter by {2 * self.back} tokens than the maximum context of "
                     f"{program.facts.max_context}{self.advice}"
                 ]
             )
-        _move(program, {layer: read[layer] for layer in found})
-        program.facts.window = Window(max(found.values()), self.back)
+        _move(program, {layer: read[layer] for layer in windows})
+        program.facts.window = Window(max(windows.values()), self.back)
         program.facts.notes.append(
-            f"{len(found)} of {len(program.facts.layers)} layers keep the newest tokens of their window only"
+            f"{len(windows)} of {len(program.facts.layers)} layers keep the newest tokens of their window only"
         )
-        return Report(changed=len(found))
+        return Report(changed=len(windows))
 
 
 def _move(program: Program, read: Mapping[int, list[fx.Node]]) -> None:

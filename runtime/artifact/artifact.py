@@ -311,13 +311,13 @@ def _names(folder: Path) -> list[str]:
 def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """sha256 of each file, largest first, on several threads."""
 
-    def one(name: str) -> str:
+    def digest_of(name: str) -> str:
         with open(folder / name, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     order = sorted(names, key=lambda n: -(folder / n).stat().st_size)
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(order, pool.map(one, order), strict=True))
+        return dict(zip(order, pool.map(digest_of, order), strict=True))
 
 
 def digest(manifest: dict[str, Any]) -> str:

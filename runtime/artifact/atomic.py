@@ -275,7 +275,7 @@ def _flush(folder: Path) -> None:
                 os.close(file)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
+def _exchanged(folder: Path, other: Path) -> bool:
     """Whether two folders took each other's place, in one step; False where the system cannot do that."""
     if not sys.platform.startswith("linux"):
         return False
@@ -285,7 +285,7 @@ def _exchanged(one: Path, other: Path) -> bool:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):  # a C library without it
         return False
-    return bool(call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0)
+    return bool(call(_HERE, os.fsencode(folder), _HERE, os.fsencode(other), _EXCHANGE) == 0)
 
 
 def _disk_full(error: BaseException | None) -> bool:

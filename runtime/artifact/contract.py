@@ -143,15 +143,15 @@ def _check_signature(
             _check_state(name, state[state_of(output)], given, whole=False)
 
 
-def _check_state(name: str, value: StateValue, there: Value, whole: bool) -> None:
+def _check_state(name: str, value: StateValue, graph_value: Value, whole: bool) -> None:
     """A state value as a graph takes it, or as it gives it (not `whole`: what grows may have other letters)."""
-    pairs = list(zip(value.shape, there.shape or (), strict=False))
-    same = len(pairs) == len(value.shape) == len(there.shape or ())
+    pairs = list(zip(value.shape, graph_value.shape or (), strict=False))
+    same = len(pairs) == len(value.shape) == len(graph_value.shape or ())
     same = same and all(a == b or not whole and isinstance(a, str) for a, b in pairs)
-    if not same or there.dtype != value.dtype:
+    if not same or graph_value.dtype != value.dtype:
         raise ArtifactError(
-            f"{name}: state {value.name} is {value.dtype} {list(value.shape)} in {MANIFEST}, {_shown(there)} in the "
-            f"graph; {BUILD_AGAIN}"
+            f"{name}: state {value.name} is {value.dtype} {list(value.shape)} in {MANIFEST}, "
+            f"{_shown(graph_value)} in the graph; {BUILD_AGAIN}"
         )
 
 

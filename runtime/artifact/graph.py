@@ -137,19 +137,19 @@ def _entry(data: bytes, start: int, end: int) -> tuple[str, str]:
     return texts.get(1, ""), texts.get(2, "")
 
 
-def _signature(data: bytes, start: int, end: int, found: Graph) -> None:
+def _signature(data: bytes, start: int, end: int, graph: Graph) -> None:
     """Note a GraphProto's inputs and outputs."""
     given = set()
     for number, a, b in _fields(data, start, end):
         if number in (11, 12):
             name, value = _value(data, a, b)
-            side = found.inputs if number == 11 else found.outputs
+            side = graph.inputs if number == 11 else graph.outputs
             if name in side:
                 raise ValueError(f"two of its values are called {name!r}")
             side[name] = value
         elif number == 5:
             given.add(_name(data, a, b, 8))
-    found.defaults = given & found.inputs.keys()
+    graph.defaults = given & graph.inputs.keys()
 
 
 def _value(data: bytes, start: int, end: int) -> tuple[str, Value]:

@@ -35,7 +35,7 @@ def moving(
     `slots` alone.
     """
     for value in state:
-        if value.pooled or (slots is not None and (value.kept or value.cross)):
+        if value.pooled or (slots is not None and (value.written_between_steps or value.cross)):
             continue
         where = [slice(None)] * (len(value.shape) - 1)
         # rows of the same tokens may have been grouped, or their keys factored, at other times; choices say of the
@@ -62,7 +62,7 @@ def moved(
         buffer = buffers.get(value.name)
         if buffer is None:
             continue
-        if value.kept:
+        if value.written_between_steps:
             found[value.name] = buffer[rows]
         else:
             part = buffer[(slice(None), *where)]
@@ -124,26 +124,26 @@ def forgettable(value: Any) -> bool:
     positions of layers that saw a prompt pruned; or it is of a whole row that starts anew.
     """
     return bool(
-        value.kept
+        value.written_between_steps
         or value.part in (Part.MASS, Part.HEADS)
         or (value.positions and "C" not in value.shape)
     )
 
 
-def trimmed(state: Sequence[StateValue], found: Arrays) -> Arrays:
+def trimmed(state: Sequence[StateValue], arrays: Arrays) -> Arrays:
     """What the entry gave, by state name, without the slots of a layer behind the last one that is used."""
     slots = {v.name: str(v.shape[2]).partition("/")[0] for v in state if len(v.shape) > 2}
     used: dict[str, int] = {}
     for value in state:
-        if value.part is Part.POSITIONS and value.layer is not None and value.name in found:
-            filled = np.flatnonzero((found[value.name] >= 0).any(axis=(0, 1)))
+        if value.part is Part.POSITIONS and value.layer is not None and value.name in arrays:
+            filled = np.flatnonzero((arrays[value.name] >= 0).any(axis=(0, 1)))
             used[slots[value.name]] = int(filled[-1]) + 1 if filled.size else 0
     shapes = {v.name: v.shape for v in state}
     return {
         name: array[:, :, : _entries(shapes[name], used[slots[name]])]
         if slots.get(name) in used and array.ndim > 2
         else array
-        for name, array in found.items()
+        for name, array in arrays.items()
     }
 
 

@@ -8,6 +8,6 @@ def now() -> float:
     return perf_counter()
 
 
-def beside() -> float:
-    """The same, for what the host does beside calls: a clock of its own, so that tests set what that takes."""
+def host_now() -> float:
+    """The same, for what the host does between calls: a clock of its own, so that tests set what that takes."""
     return perf_counter()

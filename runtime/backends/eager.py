@@ -130,11 +130,11 @@ class EagerSession:
         """See protocol.BackendSession."""
         return [name for name in self._program.entries[STEP.name].outputs if is_extra(name)]
 
-    def part(self, entry: str, given: Arrays) -> Arrays:
+    def part(self, entry: str, inputs: Arrays) -> Arrays:
         """One run of another entry; the state changes only where it succeeds."""
         with torch.no_grad():
-            inputs = {n: self._tensor(a) for n, a in given.items()}
-            out = self._program.run(entry, {**inputs, **self._adapters, **self._state})
+            tensors = {n: self._tensor(a) for n, a in inputs.items()}
+            out = self._program.run(entry, {**tensors, **self._adapters, **self._state})
         self._state = {name: out.get(output_of(name), old) for name, old in self._state.items()}
         return {
             n: v.float().cpu().numpy() for n, v in out.items() if state_of(n) not in self._state
@@ -196,7 +196,7 @@ class EagerSession:
         count = self._batch if rows is None else rows.size
         other = type(self)(self._program, count, self._device)
         if rows is None:
-            shared = {v.name for v in self._program.state if v.kept}
+            shared = {v.name for v in self._program.state if v.written_between_steps}
             other._state = {n: t if n in shared else t.clone() for n, t in self._state.items()}
         else:
             other._state = self._of(rows)

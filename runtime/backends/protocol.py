@@ -19,7 +19,7 @@ class Compression(Protocol):
     """What says which tokens stay (`session/state/eviction.py`)."""
 
     def compress_inputs(
-        self, lengths: Ints, recent: Mapping[int, int], kept: Mapping[int, int]
+        self, lengths: Ints, recent: Mapping[int, int], kept_slots: Mapping[int, int]
     ) -> Arrays:
         """Inputs of the compress entry beside the state, which has so many slots of each layer, of a head at most."""
 
@@ -58,7 +58,7 @@ class BackendSession(Protocol):
     def extra(self) -> Collection[str]:
         """The names of what a step can give beside logits and state, [B,T,…]."""
 
-    def part(self, entry: str, given: Arrays) -> Arrays:
+    def part(self, entry: str, inputs: Arrays) -> Arrays:
         """One call of another entry over the state: its inputs by name -> what it gives beside the state."""
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -23,10 +23,10 @@ class Judge:
         self._function = function
         self._name = f"judge ({getattr(function, '__name__', type(function).__name__)})"
 
-    def __call__(self, drafted: str, own: str) -> bool:
+    def __call__(self, drafted: str, target_text: str) -> bool:
         """Whether the drafted text may stand for the model's own."""
         try:
-            found: Any = self._function(drafted, own)
+            found: Any = self._function(drafted, target_text)
         except Exception as error:
             raise InputError(
                 f"{self._name} raised {type(error).__name__}: {error}; it is called with two texts, a drafted one and "

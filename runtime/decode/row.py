@@ -70,7 +70,9 @@ class Row:
             tuple[int, int]
         ]()  # of chains: tokens drafted, and how many of them stood
         self.seconds: dict[str, float] = {}  # of a group's drafts, on its first row: stage -> time
-        self.beside = 0  # most bytes of state that a group's drafters hold, on its first row
+        self.draft_kv_bytes = (
+            0  # most bytes of state that a group's drafters hold, on its first row
+        )
         self.began = 0.0  # when its prompt had run, by perf_counter
         self.finish = "" if room > 0 else "context"
         self.error: Exception | None = None  # what made it fail
@@ -165,14 +167,14 @@ class Row:
         """Whether log-probabilities are to be told of its tokens."""
         return self._score is not None
 
-    def branch(self, rng: np.random.Generator | None = None, told: bool = True) -> Row:
-        """Another that goes on from here by itself, with random numbers of its own where they are given. `told`: it
-        tells log-probabilities, too, where this row does.
+    def branch(self, rng: np.random.Generator | None = None, with_logprobs: bool = True) -> Row:
+        """Another that goes on from here by itself, with random numbers of its own where they are given.
+        `with_logprobs`: it tells log-probabilities, too, where this row does.
         """
         other = copy(self)
         other.tokens, other._ids, other.drafting = list(self.tokens), self._ids.copy(), Counter()
         other.logprobs, other.sampler = list(self.logprobs), self.sampler.branch()
         other._watch = None if self._watch is None else self._watch.branch()
         other.rng = self.rng if rng is None else rng
-        other._score = self._score if told else None
+        other._score = self._score if with_logprobs else None
         return other

@@ -73,17 +73,17 @@ class ByLogits(ByModel):
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         self._trees = {}
-        wanted = {i: most for i, limit in limits.items() if (most := self.most(i, limit)) > 0}
-        if not wanted:
+        allowed = {i: most for i, limit in limits.items() if (most := self.most(i, limit)) > 0}
+        if not allowed:
             return {}
-        paths = {i: _path(self.rows[i].seen, most) for i, most in wanted.items()}
-        sizes = {i: self.rows[i].seen.size for i in wanted}
+        paths = {i: _path(self.rows[i].seen, most) for i, most in allowed.items()}
+        sizes = {i: self.rows[i].seen.size for i in allowed}
         last: dict[int, Logits] = {}  # what each row's newest token was chosen by
         waiting: dict[int, list[Logits]] = {}  # what was said of rows that wait
-        told = dict.fromkeys(wanted, 0)  # tokens of each row that its length heard of
+        reported = dict.fromkeys(allowed, 0)  # tokens of each row that its length heard of
 
         def goes_on(i: int, level: Level) -> bool:
-            told[i] += 1
+            reported[i] += 1
             return more.more(i, level, [last[i]])
 
         def expand(levels: dict[int, Level]) -> dict[int, Guesses | Level]:
@@ -109,14 +109,14 @@ class ByLogits(ByModel):
                 guesses |= {i: levels[i] for i in waiting}
             return guesses
 
-        shapes = {i: self.shapes[i].grow(most, self.draws[i]) for i, most in wanted.items()}
+        shapes = {i: self.shapes[i].grow(most, self.draws[i]) for i, most in allowed.items()}
         try:
             trees = grown(shapes, expand)
         finally:
             self.done()
         for i, tree in trees.items():
-            if len(tree) > told[i]:
-                goes_on(i, Level(tree.tokens[-1:], np.array([told[i]])))
+            if len(tree) > reported[i]:
+                goes_on(i, Level(tree.tokens[-1:], np.array([reported[i]])))
         self._trees = trees
         return trees
 

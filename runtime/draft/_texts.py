@@ -31,18 +31,17 @@ class ByText(Drafters):
         self,
         draft_model: Model,
         rows: Sequence[Row],
-        here: Tokenizer,
-        there: Tokenizer,
+        target_tokenizer: Tokenizer,
+        draft_tokenizer: Tokenizer,
         draft_cost: float,
         opening: float = 0.0,
     ):
-        """`here`: the target's tokenizer; `there`: the draft model's."""
         self.draft_cost, self.opening = draft_cost, opening
         self._rows = rows
         self._follower = Follower(draft_model, len(rows))
-        self._ends = there.special | set(draft_model.facts.eos)
-        self._there = there
-        self._texts = [_Text(here, there) for _ in rows]
+        self._ends = draft_tokenizer.special | set(draft_model.facts.eos)
+        self._draft_tokenizer = draft_tokenizer
+        self._texts = [_Text(target_tokenizer, draft_tokenizer) for _ in rows]
 
     @property
     def joins(self) -> bool:
@@ -101,8 +100,8 @@ class ByText(Drafters):
 class _Text:
     """One row's text in both tokenizers. Up to an anchor, where both have a token end, it is encoded once."""
 
-    def __init__(self, here: Tokenizer, there: Tokenizer):
-        self._here, self._there = here, there
+    def __init__(self, target_tokenizer: Tokenizer, draft_tokenizer: Tokenizer):
+        self._target_tokenizer, self._draft_tokenizer = target_tokenizer, draft_tokenizer
         self._seen, self._tail = np.zeros(0, np.int64), ""
         self._anchor = 0  # tokens of the target before it
         self._fixed: list[int] = []  # the draft model's
@@ -115,10 +114,10 @@ class _Text:
     def read(self, seen: Ints) -> Ints | None:
         """The draft model's tokens of what the target has; None where the text breaks off within a character."""
         self._seen = seen[self._anchor :]
-        self._tail = self._here.decode(self._seen)
+        self._tail = self._target_tokenizer.decode(self._seen)
         if self._tail.endswith(UNSURE):
             return None
-        ids = self._there.encode(self._tail, special=not self._anchor)
+        ids = self._draft_tokenizer.encode(self._tail, special=not self._anchor)
         if self._seen.size >= 2 * LOOK:
             ids = self._move(ids)
         return np.array([*self._fixed, *ids], np.int64)
@@ -126,9 +125,11 @@ class _Text:
     def _move(self, ids: list[int]) -> list[int]:
         """Move the anchor on where the texts and tokens before and after it are those of the whole; what is left."""
         for cut in range(self._seen.size - LOOK, self._seen.size - LOOK - 4, -1):
-            head, rest = (self._here.decode(part) for part in (self._seen[:cut], self._seen[cut:]))
-            first = self._there.encode(head, special=not self._anchor)
-            last = self._there.encode(rest, special=False)
+            head, rest = (
+                self._target_tokenizer.decode(part) for part in (self._seen[:cut], self._seen[cut:])
+            )
+            first = self._draft_tokenizer.encode(head, special=not self._anchor)
+            last = self._draft_tokenizer.encode(rest, special=False)
             if head + rest == self._tail and first + last == ids:
                 self._fixed += first
                 self._anchor += cut
@@ -138,13 +139,15 @@ class _Text:
 
     def back(self, ids: Ints, drafted: list[int]) -> list[int]:
         """The target's tokens of what the draft model said after `ids`."""
-        before = self._there.decode(ids[-LOOK:])
-        whole = self._there.decode([*ids[-LOOK:], *drafted]).rstrip(UNSURE)
+        before = self._draft_tokenizer.decode(ids[-LOOK:])
+        whole = self._draft_tokenizer.decode([*ids[-LOOK:], *drafted]).rstrip(UNSURE)
         if not whole.startswith(before) or UNSURE in whole[len(before) :]:
             return []
         text = whole[len(before) :]
-        plain = [t for t in self._seen.tolist() if t not in self._here.special]
-        joined = self._here.encode(self._tail + text, special=False)
+        plain = [t for t in self._seen.tolist() if t not in self._target_tokenizer.special]
+        joined = self._target_tokenizer.encode(self._tail + text, special=False)
         if joined[: len(plain)] == plain:
             return joined[len(plain) :]
-        return self._here.encode(text, special=False)  # it would have joined what is committed
+        return self._target_tokenizer.encode(
+            text, special=False
+        )  # it would have joined what is committed

@@ -56,7 +56,7 @@ class Watch:
         """Other rows are there now."""
         self._trees = {}
 
-    def found(self, rows: Sequence[Row], padded: bool) -> list[Drafted]:
+    def outcomes(self, rows: Sequence[Row], padded: bool) -> list[Drafted]:
         """What became of them, once that is known of all; nothing before. `padded`: a call computes as much for a row
         without a draft, or with a short one, as for the longest.
         """
@@ -94,7 +94,7 @@ def foretold(
 ) -> Iterator[list[Drafted]]:
     """Of the last tokens of prompts, what drafts would have been of them, a place of each at a time, for as long as
     there is time (`goes_on`). `drafting`: opens drafters of rows, and gives what drafts for them at most so many
-    tokens. `padded`: as of `Watch.found`.
+    tokens. `padded`: as of `Watch.outcomes`.
     """
     ends = [min(END, prompt.size // 2) for prompt in prompts]
     heads = [

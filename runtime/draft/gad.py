@@ -96,22 +96,22 @@ class _Blocks(Drafters):
         return self._session.kv_most
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
-        session, held = self._session, self._session.lengths
+        session, lengths = self._session, self._session.lengths
         seen = {i: self._rows[i].seen for i in limits}
         blocks = {i: min(most, session.max_context - seen[i].size) for i, most in limits.items()}
         blocks = {i: size for i, size in blocks.items() if size > 0}
         if not blocks:
             return {}
-        start, counts = held.copy(), np.zeros_like(held)
+        start, counts = lengths.copy(), np.zeros_like(lengths)
         for i, size in blocks.items():
             start[i] = min(
                 self._text[i], seen[i].size - self._shift
             )  # what says the first mask runs, too
             # Slots of an earlier block stay in sight, so they are masks again.
-            counts[i] = max(seen[i].size + size, held[i]) - start[i]
+            counts[i] = max(seen[i].size + size, lengths[i]) - start[i]
         width, most = int(counts.max()), max(blocks.values())
-        tokens = np.full((held.size, width), self._mask)
-        columns = np.zeros((held.size, most), np.int64)
+        tokens = np.full((lengths.size, width), self._mask)
+        columns = np.zeros((lengths.size, most), np.int64)
         for i, size in blocks.items():
             new = seen[i][start[i] :]
             tokens[i, : new.size] = new

@@ -56,10 +56,10 @@ class MagicDec(Base):
         return Chains(Heir(own, rows, session), rows, context, session.vocab_size, cost)
 
 
-def cost_of(facts: Facts, context: int, kept: int, rows: int) -> float:
+def cost_of(facts: Facts, context: int, kept_tokens: int, rows: int) -> float:
     """What a step over so many kept tokens of each row reads, as a share of what one over the whole context does."""
     each = rows * sum(2 * one.num_kv_heads * one.head_dim for one in facts.layers)
     weights = _BYTES * facts.parameters
-    return (weights + _BYTES * each * min(kept, context)) / max(
+    return (weights + _BYTES * each * min(kept_tokens, context)) / max(
         1, weights + _BYTES * each * context
     )

@@ -104,9 +104,9 @@ class Model(Base):
             follower, rows, context, session.vocab_size, draft_cost
         )
 
-    def _chains(self, *given: Any) -> Drafters:
+    def _chains(self, *args: Any) -> Drafters:
         """A drafter of chains."""
-        return Chains(*given)
+        return Chains(*args)
 
 
 class Chains(Beside, ByLogits):

@@ -95,11 +95,11 @@ class Stack(Base):
             return _Stacked(rows, members, cost, self.union, opened.pop_all())
 
 
-def _built(given: Any) -> Base:
+def _built(member: Any) -> Base:
     """A member. Raises RecipeError."""
-    table = {"use": given} if isinstance(given, str) else given
+    table = {"use": member} if isinstance(member, str) else member
     if not isinstance(table, Mapping) or not isinstance(table.get("use"), str):
-        raise RecipeError(f"draft.stack: member {shown(given)} names no drafter; {GIVE}")
+        raise RecipeError(f"draft.stack: member {shown(member)} names no drafter; {GIVE}")
     use, options = table["use"], {k: v for k, v in table.items() if k != "use"}
     axis = Axis("draft", __package__)
     if use in axis.names() and axis.method(use) is Stack:
@@ -176,7 +176,7 @@ class _Stacked(Drafters):
     def _worthiest(self, i: int, trees: Sequence[Tree], limit: int) -> Tree:
         """The best of a row's drafts, or all, the best first; none where none is worth its cost."""
         seen, odds = self.rows[i].seen, self._odds
-        self._open[i] = [one for one in self._open[i] if not odds.told(one, seen)]
+        self._open[i] = [one for one in self._open[i] if not odds.observe(one, seen)]
         values = list[tuple[float, int, Tree]]()
         for member, tree in enumerate(trees):
             if len(tree):
@@ -244,7 +244,7 @@ class _Record:
             self._sizes[key] = Odds(FADE, self._all[draft.whose])
         return self._sizes[key]
 
-    def told(self, draft: _Draft, seen: Ints) -> bool:
+    def observe(self, draft: _Draft, seen: Ints) -> bool:
         """Whether it is known by now what came of a draft; then the odds hear of it."""
         count = draft.stood(seen)
         if count is None:

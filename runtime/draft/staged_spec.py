@@ -33,15 +33,15 @@ class StagedSpec(Model):
     lacks = "trees of drafts"
     relies = frozenset({Invariant.CHAINS})
 
-    def _chains(self, *given: Any) -> Drafters:
-        return _Staged(*given, method=self)
+    def _chains(self, *args: Any) -> Drafters:
+        return _Staged(*args, method=self)
 
 
 class _Staged(Chains):
     """Logits that were computed ahead are used while what is drawn is what was looked up."""
 
-    def __init__(self, *given: Any, method: StagedSpec):
-        super().__init__(*given)
+    def __init__(self, *args: Any, method: StagedSpec):
+        super().__init__(*args)
         self._lookup, self._ahead = PromptLookup(method.ngram), method.ahead
         self._limits: dict[int, int] = {}
         self._texts: dict[int, Ints] = {}  # committed and drafted, but for what was only looked up

@@ -78,15 +78,19 @@ class Memory:
     probabilities, the likeliest first, in as many slots as there is room for, which are taken in turn.
     """
 
-    def __init__(self, most: int, kept: int):
-        self._most, self._kept, self._entry = most // _entry(kept), kept, _entry(kept)
+    def __init__(self, most: int, per_ngram: int):
+        self._most, self._kept, self._entry = (
+            most // _entry(per_ngram),
+            per_ngram,
+            _entry(per_ngram),
+        )
         self._lock = Lock()
         self._slots = dict[int, int]()
         self._keys: list[int] = []  # of each slot
         self._next = 0
         self._seen = np.zeros(0, np.int64)
-        self._tokens = np.zeros((0, kept), np.int32)
-        self._chances = np.zeros((0, kept), np.float32)
+        self._tokens = np.zeros((0, per_ngram), np.int32)
+        self._chances = np.zeros((0, per_ngram), np.float32)
 
     @property
     def bytes(self) -> int:
@@ -239,6 +243,6 @@ def grams(context: list[int]) -> Grams:
     return keys
 
 
-def _entry(kept: int) -> int:
+def _entry(per_ngram: int) -> int:
     """The bytes of an n-gram."""
-    return ENTRY + 8 * kept
+    return ENTRY + 8 * per_ngram

@@ -43,15 +43,15 @@ def as_prompts(
 
 
 def without_messages(
-    value: Any, tokenizer: Tokenizer | None, given: Mapping[str, Any] | None
+    value: Any, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None
 ) -> Any:
     """What the user gave, each conversation (a list of messages) as the token ids that the chat template makes of it.
 
-    `given`: arguments of `Tokenizer.apply_chat_template`. Raises InputError.
+    `template_kwargs`: arguments of `Tokenizer.apply_chat_template`. Raises InputError.
     """
     many = isinstance(value, (list, tuple)) and any(map(is_conversation, value))
     if not many and not is_conversation(value):
-        if given is not None:
+        if template_kwargs is not None:
             raise InputError(
                 "chat_template_kwargs are for messages, and the prompt is none; leave them out, or give a list of "
                 "messages"
@@ -63,8 +63,12 @@ def without_messages(
             "tokenizer=…"
         )
 
-    def ids(one: Any) -> Any:
-        return tokenizer.apply_chat_template(one, **given or {}) if is_conversation(one) else one
+    def ids(prompt: Any) -> Any:
+        return (
+            tokenizer.apply_chat_template(prompt, **template_kwargs or {})
+            if is_conversation(prompt)
+            else prompt
+        )
 
     return [ids(one) for one in value] if many else ids(value)
 

@@ -356,9 +356,9 @@ _BYTE_OF: dict[str, Any] = _byte_table()
 
 
 @lru_cache(maxsize=8)
-def same_tokens(one: Tokenizer | None, other: Tokenizer | None) -> bool:
+def same_tokens(tokenizer: Tokenizer | None, other: Tokenizer | None) -> bool:
     """Whether an id means the same token in both; where one of them has no tokenizer, it is taken to."""
-    if one is None or other is None:
+    if tokenizer is None or other is None:
         return True
-    small, large = sorted((one.vocabulary, other.vocabulary), key=len)
+    small, large = sorted((tokenizer.vocabulary, other.vocabulary), key=len)
     return sum(large.get(token) == number for token, number in small.items()) >= ALIKE * len(small)

@@ -117,9 +117,9 @@ def sample(session: Any) -> list[float]:
     return [round(float(x), 3) for x in logits[:: max(1, logits.size // NUMBERS)][:NUMBERS]]
 
 
-def alike(told: list[float], found: list[float]) -> bool:
+def alike(saved: list[float], current: list[float]) -> bool:
     """Whether two samples are of one model."""
-    a, b = (np.array(x, np.float64) - np.mean(x) for x in (told, found))
+    a, b = (np.array(x, np.float64) - np.mean(x) for x in (saved, current))
     return a.shape == b.shape and bool(np.linalg.norm(a - b) < 0.5 * np.linalg.norm(a))
 
 
@@ -128,10 +128,10 @@ _FITS: WeakKeyDictionary[Any, set[tuple[str, str]]] = (
 )  # model -> the methods and files that are known to fit it
 
 
-def like_logits(told: str, found: str) -> Likeness:
+def like_logits(saved: str, current: str) -> Likeness:
     """Whether two pairs of samples, as JSON by name, are of the same models; of what one of them lacks, any."""
     try:
-        a, b = json.loads(told), json.loads(found)
+        a, b = json.loads(saved), json.loads(current)
         same = all(alike(a[name], b[name]) for name in a.keys() & b.keys())
     except (AttributeError, TypeError, ValueError):
         return Likeness.OTHER

@@ -97,10 +97,10 @@ def _nearest(branches: list[Row], best: Row) -> tuple[Ints, int]:
     return np.array([nearest]), found[nearest]
 
 
-def leave(session: Session, sizes: Ints, held: Ints) -> None:
-    """Let the session have a row for each prompt again, of `held` [B] tokens; none where it cannot go back."""
+def leave(session: Session, sizes: Ints, lengths: Ints) -> None:
+    """Let the session have a row for each prompt again, of `lengths` [B] tokens; none where it cannot go back."""
     session.select(sizes.cumsum() - sizes)
     try:
-        session.rewind(np.minimum(held, session.lengths))
+        session.rewind(np.minimum(lengths, session.lengths))
     except InputError:
-        session.rewind(np.where(held < session.lengths, 0, session.lengths))
+        session.rewind(np.where(lengths < session.lengths, 0, session.lengths))

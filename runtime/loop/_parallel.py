@@ -90,7 +90,7 @@ class _Rounds(Rounds):
         self.opened.close()
 
     def run(self) -> list[tuple[int, int]]:
-        live, rows, held = self.live, self._rows, self._session.lengths
+        live, rows, lengths = self.live, self._rows, self._session.lengths
         room = self._session.room
         alone = self._guard is not None and len(self._plain) < ALONE
         rests = alone or self._guard is not None and not self._guard.limit
@@ -112,8 +112,8 @@ class _Rounds(Rounds):
             taken = np.array(
                 [len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)]
             )
-            if (held + taken < self._session.lengths).any():
-                self._session.rewind(np.minimum(held + taken, self._session.lengths))
+            if (lengths + taken < self._session.lengths).any():
+                self._session.rewind(np.minimum(lengths + taken, self._session.lengths))
         if alone:
             self._plain.append(seconds)
         elif self._guard is not None and rests:
@@ -126,7 +126,7 @@ class _Rounds(Rounds):
         for i in live:
             rows[i].drafting["fallback"] += rests and not alone
         rows[0].clock(seconds - call, call, clock.now() - start)  # for all
-        rows[0].beside = max(rows[0].beside, self._follower.kv_bytes)
+        rows[0].draft_kv_bytes = max(rows[0].draft_kv_bytes, self._follower.kv_bytes)
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
     def _both(

@@ -74,7 +74,7 @@ class _Rounds(Rounds):
         begin_figures(rows)
 
     def run(self) -> list[tuple[int, int]]:
-        live, rows, held = self.live, self._rows, self._session.lengths
+        live, rows, lengths = self.live, self._rows, self._session.lengths
         for i, found in enumerate(self._found):
             self._reasons[i] &= not found()
         if not self._left:
@@ -96,8 +96,8 @@ class _Rounds(Rounds):
                     rows[i].fail(error)
         finally:  # what was judged stands, even where it is interrupted
             taken = [len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)]
-            if (held + taken < self._session.lengths).any():
-                self._session.rewind(np.minimum(held + taken, self._session.lengths))
+            if (lengths + taken < self._session.lengths).any():
+                self._session.rewind(np.minimum(lengths + taken, self._session.lengths))
         self._left = max(0, self._left - 1)
         rows[0].clock(0.0, spent, perf_counter() - start)  # for all
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]

@@ -79,11 +79,11 @@ class Freedave(Blocks):
                 after[i] = guesses[stands - 1]
         return after
 
-    def _standing(self, draft: Guess, order: Any, found: list[Guess]) -> int:
+    def _standing(self, draft: Guess, order: Any, guesses: list[Guess]) -> int:
         """How many of the tokens drafted in this `order` are those of as many steps."""
         count = 1
-        while count < len(found):
-            guess, place = found[count - 1], order[count]
+        while count < len(guesses):
+            guess, place = guesses[count - 1], order[count]
             (best,) = self.stays(guess)
             if guess.slots[best] != draft.slots[place] or guess.tokens[best] != draft.tokens[place]:
                 break

@@ -240,7 +240,7 @@ class _Rounds(Rounds):
         def below(parent: int, row: Row, levels: int) -> Generator[list[int], Logits | None, None]:
             before = draft.path(parent)
             for rank in range(self._method.width if levels and not row.finish else 0):
-                step = self._step(row.branch(_numbers(row, rank), told=False))
+                step = self._step(row.branch(_numbers(row, rank), with_logprobs=False))
                 while not step.whole and len(before) + len(step.tokens) < most:
                     logits = yield [*before, *step.tokens]
                     assert logits is not None
@@ -368,11 +368,11 @@ class _Rounds(Rounds):
             else:
                 group.stood = child
 
-    def _same(self, drafted: list[int], own: list[int]) -> bool:
+    def _same(self, drafted: list[int], target_tokens: list[int]) -> bool:
         """Whether a drafted step may stand for the model's own."""
-        if drafted == own:
+        if drafted == target_tokens:
             return True
-        one, other = self._tokenizer.decode(drafted), self._tokenizer.decode(own)
+        one, other = self._tokenizer.decode(drafted), self._tokenizer.decode(target_tokens)
         if self._judge is not None:
             return self._judge(one, other)
         return "".join(one.split()).lower() == "".join(other.split()).lower()

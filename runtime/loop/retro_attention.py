@@ -60,7 +60,7 @@ class RetroAttention(Base):
             counts = None if live.all() else live * columns.shape[1]
             logits = session.run(columns, counts, last_only=True)
 
-    def _again(self, session: Session, live: np.ndarray, held: int) -> int:
+    def _again(self, session: Session, live: np.ndarray, most: int) -> int:
         """Tokens before the newest that every row can run again: no more than are behind what was evicted."""
         free = (session.lengths - session.held_from)[live].min()
-        return int(max(0, min(self.window - 1, held, free)))
+        return int(max(0, min(self.window - 1, most, free)))

@@ -219,7 +219,7 @@ class _Filler:
 
     def _first(self, line: Logits) -> Generator[_Ask, Logits, tuple[list[_Part], list[_Part]]]:
         """The text up to its rest, and that: none where it was written from left to right."""
-        text, parts, infills = self._row.branch(told=False), list[_Part](), True
+        text, parts, infills = self._row.branch(with_logprobs=False), list[_Part](), True
         start = len(self._prompt) + 1
         with suppress(_Full):
             while True:
@@ -286,7 +286,7 @@ class _Filler:
         kept = [token for token, _ in before]
         if not rest:  # it was written from left to right: its rest begins with the last `suffix`
             kept = self._encoded(self._upto(self._text(before), self._method.suffix)[0])
-        text, parts, new = self._row.branch(told=False), list[_Part](), list[_Part]()
+        text, parts, new = self._row.branch(with_logprobs=False), list[_Part](), list[_Part]()
         asked = [*self._prompt[self._place :], *kept]
         lines = yield from self._run(self._place, asked)
         for place, token in enumerate(kept, len(asked) - len(kept) - 1):
@@ -307,7 +307,7 @@ class _Filler:
             return before, rest
         begin = "".join(self._upto(self._text(rest), self._method.suffix))
         lead = [self._marks.prefix, *self._prompt[self._place :]]
-        text = self._row.branch(told=False)
+        text = self._row.branch(with_logprobs=False)
         again = yield from self._filled(
             text, self._place, lead, self._encoded(begin) or self._begin
         )

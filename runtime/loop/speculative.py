@@ -134,7 +134,7 @@ class _Rounds(Rounds):
         self._drafting = self._time() - begun
         if not any(map(len, trees.values())):
             return self._plain(list(trees), start, limit)
-        held, kept = self._session.lengths, dict[int, list[int]]()
+        lengths, kept_columns = self._session.lengths, dict[int, list[int]]()
         before = {i: len(self._rows[i].tokens) for i in trees}
         called = clock.now()
         branches = any(tree.branch is not None for tree in trees.values())
@@ -143,16 +143,16 @@ class _Rounds(Rounds):
         try:
             for i, tree in trees.items():
                 try:
-                    kept[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
+                    kept_columns[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
                 except Exception as error:
                     self._rows[i].fail(error)
         finally:  # what was judged stands, even where it is interrupted
-            back = self._settle(kept, held, branches)
+            back = self._settle(kept_columns, lengths, branches)
         whole = clock.now() - start
         if self._drafts:
-            self._weigh(kept, back, self._drafting / max(call, 1e-9), whole)
+            self._weigh(kept_columns, back, self._drafting / max(call, 1e-9), whole)
         self._rows[0].clock(self._drafting, call, whole)  # for all
-        self._rows[0].beside = max(self._rows[0].beside, self._drafters.kv_bytes)
+        self._rows[0].draft_kv_bytes = max(self._rows[0].draft_kv_bytes, self._drafters.kv_bytes)
         return [(i, token) for i in trees for token in self._rows[i].tokens[before[i] :]]
 
     def _cost(self, drafted: int) -> float:
@@ -175,12 +175,12 @@ class _Rounds(Rounds):
         """See what became of drafts that were made beside plain steps, and make others where it is still to be seen
         whether they pay.
         """
-        start = clock.beside()
+        start = clock.host_now()
         if self._prompts:
             self._prompts = False
             for drafts in self._foretold(start + FORETELLING * guard.step):
                 guard.watch(drafts, 0.0)
-        if found := self._watch.found(self._rows, self._padded):
+        if found := self._watch.outcomes(self._rows, self._padded):
             guard.watch(found, 0.0)
         if guard.limit:
             self._watch.drop()
@@ -190,7 +190,7 @@ class _Rounds(Rounds):
             limits = {i: most for i, most in limits.items() if most > 0}
             trees = self._drafters.draft(limits, self._paces) if limits else {}
             self._watch.put(trees, self._rows, live)
-        self._looked = clock.beside() - start
+        self._looked = clock.host_now() - start
 
     def _foretold(self, until: float) -> Iterator[list[Drafted]]:
         """What drafts would have been of the last tokens of the prompts."""
@@ -202,7 +202,7 @@ class _Rounds(Rounds):
         prompts = {id(row.prompt): row.prompt for row in (self._rows[i] for i in self.live)}
         limit = min(self._reach, MOST)
         return foretold(
-            drafting, list(prompts.values()), limit, self._padded, lambda: clock.beside() < until
+            drafting, list(prompts.values()), limit, self._padded, lambda: clock.host_now() < until
         )
 
     @property
@@ -227,9 +227,9 @@ class _Rounds(Rounds):
                 try:
                     token = rows[i].pick(logits[i, 0])
                     if told:
-                        observed = clock.beside()
+                        observed = clock.host_now()
                         self._observe(i, NONE, Verdict((), token), logits[i])
-                        self._looked += clock.beside() - observed
+                        self._looked += clock.host_now() - observed
                     rows[i].accept(token, logits[i, 0])
                 except Exception as error:
                     rows[i].fail(error)
@@ -249,14 +249,14 @@ class _Rounds(Rounds):
         rows[0].clock(self._drafting, call, whole)  # for all
         return taken
 
-    def _settle(self, kept: dict[int, list[int]], held: Ints, branches: bool) -> bool:
+    def _settle(self, kept_columns: dict[int, list[int]], lengths: Ints, branches: bool) -> bool:
         """Hold what stands of the last call: columns of each row. Whether tokens were taken back."""
         if branches:
-            self._session.keep([kept.get(i, ()) for i in range(len(self._rows))])
+            self._session.keep([kept_columns.get(i, ()) for i in range(len(self._rows))])
             return False
-        wanted = held + [len(kept.get(i, ())) for i in range(len(self._rows))]
-        if back := bool((wanted < self._session.lengths).any()):
-            self._session.rewind(wanted)
+        new_lengths = lengths + [len(kept_columns.get(i, ())) for i in range(len(self._rows))]
+        if back := bool((new_lengths < self._session.lengths).any()):
+            self._session.rewind(new_lengths)
         return back
 
     def _drafted(self, limit: int) -> dict[int, Tree]:
@@ -345,15 +345,15 @@ class _Rounds(Rounds):
 
     def _time(self) -> float:
         """Seconds, for what the drafters take: calls of a model, or what the host does beside."""
-        return clock.now() if self._drafters.draft_cost else clock.beside()
+        return clock.now() if self._drafters.draft_cost else clock.host_now()
 
     def _weigh(
-        self, kept: dict[int, list[int]], back: bool, drafting: float, seconds: float
+        self, kept_columns: dict[int, list[int]], back: bool, drafting: float, seconds: float
     ) -> None:
         """Tell the guard what the round gave in these seconds; `drafting`: the drafters' time, the call's being 1."""
         if self._guard is None:
             return
-        taken = [len(columns) for columns in kept.values()]
+        taken = [len(columns) for columns in kept_columns.values()]
         again = max(taken) if back and not self._session.capabilities.free_rewind else 0
         given = sum(taken) / len(taken), self._drafts, again, drafting, seconds
         self._guard.observe(*given, self._most, self._computed)

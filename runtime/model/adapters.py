@@ -76,10 +76,10 @@ class Adapters:
         """Those that a session may choose."""
         return sorted(self._known)
 
-    def add(self, name: str, given: PeftAdapter) -> Adapter:
+    def add(self, name: str, adapter: PeftAdapter) -> Adapter:
         """Let sessions that open from now on choose an adapter by this name. Raises InputError."""
         check_name(name)
-        rank, arrays = low_rank(given, self._facts.modules)
+        rank, arrays = low_rank(adapter, self._facts.modules)
         with self._lock:
             return self._keep(name, rank, arrays)
 
@@ -175,21 +175,21 @@ def names_of(adapter: Any, batch: int) -> list[str | None]:
     return names
 
 
-def adapted(given: PeftAdapter) -> list[str]:
+def adapted(adapter: PeftAdapter) -> list[str]:
     """The modules that an adapter adapts. Raises InputError where a session cannot choose it."""
-    first = next(iter(given.replaced), None)
+    first = next(iter(adapter.replaced), None)
     if first is not None:
         raise InputError(
-            f"adapter {given.path} replaces {first} (modules_to_save, bias or an embedding), which a session cannot "
+            f"adapter {adapter.path} replaces {first} (modules_to_save, bias or an embedding), which a session cannot "
             f"choose; {_MERGE}"
         )
-    for update in given.updates:
-        if reason := _merged_only(given, update):
-            raise InputError(f"adapter {given.path}: {update.tensor} {reason}; {_MERGE}")
-    return [update.module for update in given.updates]
+    for update in adapter.updates:
+        if reason := _merged_only(adapter, update):
+            raise InputError(f"adapter {adapter.path}: {update.tensor} {reason}; {_MERGE}")
+    return [update.module for update in adapter.updates]
 
 
-def _merged_only(given: PeftAdapter, update: Update) -> str:
+def _merged_only(adapter: PeftAdapter, update: Update) -> str:
     """Why a session cannot choose an update; empty where it can."""
     if update.magnitude is not None:
         return "is of DoRA, which scales the base weight and so is no addition to its output"
@@ -197,34 +197,34 @@ def _merged_only(given: PeftAdapter, update: Update) -> str:
         return "is of an embedding, which has no input to multiply"
     if update.nested or any(
         t.rpartition(".")[0] and update.module.endswith(t.rpartition(".")[0])
-        for t in given.parameters
+        for t in adapter.parameters
     ):
         return "is of a parameter without a module of its own (target_parameters)"
     return ""
 
 
 def low_rank(
-    given: PeftAdapter, modules: Mapping[str, tuple[int, int]]
+    adapter: PeftAdapter, modules: Mapping[str, tuple[int, int]]
 ) -> tuple[int, dict[str, npt.NDArray[np.float32]]]:
     """The largest rank r of an adapter, and its a [K,r] and scaled b [r,N], which zeros fill up. Raises InputError."""
-    for name in adapted(given):
+    for name in adapted(adapter):
         if name not in modules:
             raise InputError(
-                f"adapter {given.path} adapts {name}, and this artifact takes adapters of {len(modules)} modules, "
+                f"adapter {adapter.path} adapts {name}, and this artifact takes adapters of {len(modules)} modules, "
                 "those that the adapters it was built with adapt; build it with this one too "
                 "(adapters={name: DIR})"
             )
-    rank = max(len(update.a) for update in given.updates)
-    found: dict[str, npt.NDArray[np.float32]] = {}
-    for update in given.updates:
+    rank = max(len(update.a) for update in adapter.updates)
+    arrays: dict[str, npt.NDArray[np.float32]] = {}
+    for update in adapter.updates:
         into, out = modules[update.module]
         own = len(update.a)
         if (update.a.shape[1], update.b.shape[0]) != (into, out):
             raise InputError(
-                f"adapter {given.path}: {update.tensor} is for a weight {[update.b.shape[0], update.a.shape[1]]}, and "
-                f"{update.module} of the model has {[out, into]}; {given.another}"
+                f"adapter {adapter.path}: {update.tensor} is for a weight {[update.b.shape[0], update.a.shape[1]]}, "
+                f"and {update.module} of the model has {[out, into]}; {adapter.another}"
             )
         a, b = np.zeros((into, rank), np.float32), np.zeros((rank, out), np.float32)
-        a[:, :own], b[:own] = update.a.T, update.b.T * np.float32(given.scale(update.module, own))
-        found |= {a_of(update.module): a, b_of(update.module): b}
-    return rank, found
+        a[:, :own], b[:own] = update.a.T, update.b.T * np.float32(adapter.scale(update.module, own))
+        arrays |= {a_of(update.module): a, b_of(update.module): b}
+    return rank, arrays

@@ -72,7 +72,7 @@ def from_artifact(
     draft_model, recipe, facts = None, artifact.recipe, artifact.facts
     if schedule.chosen(
         recipe
-    ).beside:  # calls of several numbers of threads share weights, and make room
+    ).splits_cores:  # calls of several numbers of threads share weights, and make room
         in_turns = mapped = True
     if plain:
         recipe = {

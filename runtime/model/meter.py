@@ -49,7 +49,7 @@ class Meter:
             self.calls = before + int(stats["calls"])
             self.reused = reused + int(stats["reused"])
             self.exchanged = exchanged + int(stats.get("exchanged_bytes", 0))
-            self.kv_bytes = max(self.kv_bytes, session.kv_most + rows[0].beside)
+            self.kv_bytes = max(self.kv_bytes, session.kv_most + rows[0].draft_kv_bytes)
             self.prefill_seconds += begun - start
             self.decode_seconds += end - begun
             self._decoded += pair is not None and not first

@@ -16,7 +16,7 @@ class Sample:
 
     row: Row
     script: Transcript
-    own: frozenset[int]
+    own_ends: frozenset[int]
 
     @property
     def finish_reason(self) -> str | None:
@@ -27,7 +27,7 @@ class Sample:
     @property
     def stop_reason(self) -> int | str | None:
         """See `Output`."""
-        if self.row.finish == "eos" and (token := self.row.tokens[-1]) not in self.own:
+        if self.row.finish == "eos" and (token := self.row.tokens[-1]) not in self.own_ends:
             return token
         return self.script.stop if self.row.finish == "stop" else None
 

@@ -116,19 +116,19 @@ class Place:
     Attributes:
         home: "prompt", "token" or "mixed".
         pending: of prompts that are to run here.
-        held: what requests that decode here, or will, may hold at their ends.
+        reserved: what requests that decode here, or will, may hold at their ends.
         capacity: what all of them may hold.
     """
 
     home: str
     pending: int = 0
-    held: int = 0
+    reserved: int = 0
     capacity: int = 1 << 62
 
     @property
     def role(self) -> str:
         """Its home, or "mixed" as long as it has work of the other phase."""
-        other = {PROMPT: self.held, TOKEN: self.pending}.get(self.home, 0)
+        other = {PROMPT: self.reserved, TOKEN: self.pending}.get(self.home, 0)
         return MIXED if other else self.home
 
 
@@ -147,7 +147,7 @@ class Base(Method, ABC):
     overtakes: ClassVar[bool] = (
         False  # whether a request may be admitted before one that came earlier
     )
-    beside: ClassVar[bool] = (
+    splits_cores: ClassVar[bool] = (
         False  # whether prompts run while others decode, on a part of the cores
     )
 
@@ -165,7 +165,7 @@ class Base(Method, ABC):
         return Route(0, 0)
 
     def share(self, state: State, limits: Limits, shares: Sequence[float], now: float) -> float:
-        """Where prompts run `beside`: which of the shares of the cores, ascending, prompts get while others decode.
+        """Where it `splits_cores`: which of the shares of the cores, ascending, prompts get while others decode.
         `now`: the one that they have.
         """
         return now

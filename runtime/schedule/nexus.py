@@ -35,7 +35,7 @@ class Nexus(Base):
     hysteresis: float = option(0.1, least=0)
 
     lacks = "measured curves of its cost model"
-    chunks = overtakes = beside = True
+    chunks = overtakes = splits_cores = True
 
     def plan(self, state: State, limits: Limits) -> Plan:
         """One prompt at a time, beside those that decode."""

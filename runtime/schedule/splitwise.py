@@ -61,10 +61,10 @@ class Splitwise(Base):
             return not place.pending or place.pending + prompt <= self.queue
 
         def holds(place: Place) -> bool:
-            return place.held + most <= place.capacity
+            return place.reserved + most <= place.capacity
 
         first = _least(places, (PROMPT, MIXED, TOKEN), begins, lambda place: place.pending)
-        then = _least(places, (TOKEN, MIXED, PROMPT), holds, lambda place: place.held)
+        then = _least(places, (TOKEN, MIXED, PROMPT), holds, lambda place: place.reserved)
         if first is None or then is None:
             both = min(range(len(places)), key=lambda i: places[i].pending)
             return Route(both, both)

@@ -14,9 +14,9 @@ from accel.runtime.loop import Base as Loop
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.schedule import Base as Schedule
 from accel.runtime.schedule import Limits, Plan, State
-from accel.runtime.serve.beside import Beside
 from accel.runtime.serve.job import Job
 from accel.runtime.serve.ledger import Ledger
+from accel.runtime.serve.prompt_thread import PromptThread
 from accel.runtime.serve.queue import Queue
 
 
@@ -46,12 +46,12 @@ class Batcher:
         self._groups: dict[tuple[int, ...], Rounds] = {}
         self._short = False  # memory ran out: nothing is admitted before a request has left
         cores = model.threads or 1
-        self.beside = Beside(cores) if schedule.beside and cores > 1 else None
+        self.prompt_thread = PromptThread(cores) if schedule.splits_cores and cores > 1 else None
 
     def close(self) -> None:
         """No request runs any more."""
-        if self.beside is not None:
-            self.beside.close()
+        if self.prompt_thread is not None:
+            self.prompt_thread.close()
 
     def iterate(self) -> None:
         """Plan, reserve, run, commit."""
@@ -71,28 +71,28 @@ class Batcher:
         self._preempt([self.running[i] for i in plan.preempted])
         self._admit(plan, waiting)
         self.ledger.reserve(plan.blocks)
-        if self.beside is None:
+        if self.prompt_thread is None:
             self._decode(plan.decodes)
             for i, tokens in plan.chunks:
                 self._prompt(self.running[i], tokens)
         else:
-            self._both(self.beside, plan, state)
+            self._both(self.prompt_thread, plan, state)
         self.ledger.commit()
         self.ledger.check()
 
-    def _both(self, beside: Beside, plan: Plan, state: State) -> None:
+    def _both(self, worker: PromptThread, plan: Plan, state: State) -> None:
         """Prompts beside a round, each on its part of the cores; a phase without the other has all of them."""
         for i, tokens in plan.chunks:
             if plan.decodes:
-                limits, shares = self._limits, beside.shares
-                beside.share = self.schedule.share(state, limits, shares, beside.share)
-            threads = round(beside.share * beside.cores) if plan.decodes else beside.cores
-            beside.start(self.running[i], tokens, threads, self._run_prompt)
-        part = beside.part
+                limits, shares = self._limits, worker.shares
+                worker.share = self.schedule.share(state, limits, shares, worker.share)
+            threads = round(worker.share * worker.cores) if plan.decodes else worker.cores
+            worker.start(self.running[i], tokens, threads, self._run_prompt)
+        part = worker.part
         if not plan.decodes:
             self._look_beside(wait=True)
             return
-        left = beside.cores if part is None else beside.cores - part.threads
+        left = worker.cores if part is None else worker.cores - part.threads
         for group in self._groups.values():
             group.session.spread(left)
         self._decode(plan.decodes)
@@ -100,12 +100,12 @@ class Batcher:
     @property
     def _busy(self) -> Job | None:
         """The request a part of whose prompt runs beside."""
-        part = None if self.beside is None else self.beside.part
+        part = None if self.prompt_thread is None else self.prompt_thread.part
         return None if part is None else part.job
 
     def _look_beside(self, wait: bool = False) -> None:
         """Go on with a request when a part of its prompt ran beside."""
-        part = None if self.beside is None else self.beside.ended(wait)
+        part = None if self.prompt_thread is None else self.prompt_thread.ended(wait)
         if part is None:
             return
         if (error := part.future.exception()) is None:
@@ -224,8 +224,8 @@ class Batcher:
 
     def _run_prompt(self, job: Job, tokens: int, threads: int | None = None) -> None:
         """The calls of it, in any thread. `threads`: of each call; None: those of the model."""
-        if job.given is not None:
-            job.session = self._model.import_row(job.given.state)
+        if job.handoff is not None:
+            job.session = self._model.import_row(job.handoff.state)
             job.rounds = self._loop.rounds(job.session, [job.row], self._context)
             return
         if job.session is None:
@@ -264,11 +264,11 @@ class Batcher:
             self._tell([job])
         if not whole:
             return
-        if job.given is None:
+        if job.handoff is None:
             self._queue.count("prompt_tokens_total", job.row.prompt.size)
             if job.session is not None:
                 self._queue.count("reused_tokens_total", int(job.session.stats["reused"]))
-        job.given = None
+        job.handoff = None
         if job.hands and not job.over:
             self._hand(job)
         elif not self._alone and not job.over:
@@ -328,8 +328,8 @@ class Batcher:
 
     def abandon(self, error: Exception) -> None:
         """The engine itself failed: all that it has taken fail with it."""
-        if self.beside is not None:
-            self.beside.ended(wait=True)
+        if self.prompt_thread is not None:
+            self.prompt_thread.ended(wait=True)
         with self._queue.changed:
             waiting, self._queue.jobs = list(self._queue.jobs), deque()
             self._queue.counts["kv_bytes"] = 0

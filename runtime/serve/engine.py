@@ -75,8 +75,10 @@ class Engine:
         if self._alone:
             return f"requests take turns, each in a session of its own: {self._alone} ({name})"
         prompts = "in chunks" if self._batcher.schedule.chunks else "whole"
-        if self._batcher.beside is not None:
-            prompts += f" on a part of {self._batcher.beside.cores} cores while others decode"
+        if self._batcher.prompt_thread is not None:
+            prompts += (
+                f" on a part of {self._batcher.prompt_thread.cores} cores while others decode"
+            )
         return f"requests share calls; prompts run {prompts} ({name})"
 
     @property
@@ -98,12 +100,12 @@ class Engine:
         *,
         listener: Callable[[Ticket, Event | Handed | BaseException], None] | None = None,
         hands: bool = False,
-        given: Handed | None = None,
+        handoff: Handed | None = None,
     ) -> Ticket:
         """Take a request. Raises Full where as many wait as may, and InputError where it can never be served.
 
         `listener`: gets its events in the engine's thread, in place of who iterates over the ticket. `hands`: run its
-        prompt and take its first token, then give the listener the rest as `Handed`. `given`: what another engine of
+        prompt and take its first token, then give the listener the rest as `Handed`. `handoff`: what another engine of
         this model handed over; its tokens are not told again.
         """
         prepared = self._model.prepare(
@@ -122,7 +124,7 @@ class Engine:
         ticket = Ticket(int(row.prompt.size), self._wake, listener)
         with self._queue.changed:
             number, now = int(self._queue.counts["requests_total"]), monotonic()
-            job = Job(number, prepared, ticket, now, given, hands)
+            job = Job(number, prepared, ticket, now, handoff, hands)
             if not self._limits.fits(job.task(0)):
                 raise InputError(
                     f"the request may hold {job.most} tokens, and this engine has room for "

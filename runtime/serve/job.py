@@ -20,7 +20,7 @@ class Job:
     """A request: `session` and `rounds` are its own until it joins others, or for good where none can join; `tokens`:
     what a loop without rounds gives; `length`: tokens that run before it decodes, of which `computed` ran.
 
-    `given`: what another engine ran of it; its tokens are known, and were told. `hands`: this engine runs its prompt,
+    `handoff`: what another engine ran of it; its tokens are known, and were told. `hands`: this engine runs its prompt,
     and hands it over then.
     """
 
@@ -28,7 +28,7 @@ class Job:
     prepared: Prepared
     ticket: Ticket
     arrived: float
-    given: Handed | None = None
+    handoff: Handed | None = None
     hands: bool = False
 
     def __post_init__(self) -> None:
@@ -39,8 +39,8 @@ class Job:
         self.most = self.length + (0 if self.hands else self.row.left)
         self.handed = False
         self.computed = self._told = 0
-        if self.given is not None:
-            self.row.resume(self.given.numbers)
+        if self.handoff is not None:
+            self.row.resume(self.handoff.numbers)
             self._told = len(self.row.tokens)
             self.prepared.sample.script.take(self._told)
             if self.row.scored:  # of what was told already

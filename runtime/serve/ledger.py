@@ -17,31 +17,31 @@ class Ledger:
         self._reserved = dict[int, int]()
         self._owned = dict[int, int]()
 
-    def reserve(self, wanted: Mapping[int, int]) -> None:
+    def reserve(self, blocks: Mapping[int, int]) -> None:
         """Set blocks aside for requests, by id. Raises AccelError where there are not so many; nothing is reserved
         then.
         """
-        if (both := sum(wanted.values())) > self.free or min(wanted.values(), default=0) < 0:
+        if (both := sum(blocks.values())) > self.free or min(blocks.values(), default=0) < 0:
             raise AccelError(
                 f"the schedule plans {both} more blocks, but {self.free} are free; it is broken"
             )
         self.free -= both
-        for one, count in wanted.items():
-            self._reserved[one] = self._reserved.get(one, 0) + count
+        for request, count in blocks.items():
+            self._reserved[request] = self._reserved.get(request, 0) + count
 
     def commit(self) -> None:
         """What was reserved is owned."""
-        for one, count in self._reserved.items():
-            self._owned[one] = self._owned.get(one, 0) + count
+        for request, count in self._reserved.items():
+            self._owned[request] = self._owned.get(request, 0) + count
         self._reserved.clear()
 
-    def drop(self, one: int) -> None:
+    def drop(self, request: int) -> None:
         """A request gives back all that it has."""
-        self.free += self._reserved.pop(one, 0) + self._owned.pop(one, 0)
+        self.free += self._reserved.pop(request, 0) + self._owned.pop(request, 0)
 
-    def owned(self, one: int) -> int:
+    def owned(self, request: int) -> int:
         """The blocks of a request."""
-        return self._owned.get(one, 0)
+        return self._owned.get(request, 0)
 
     def check(self) -> None:
         """Raise AccelError where a block was lost or is in two places."""

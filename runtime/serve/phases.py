@@ -58,7 +58,7 @@ class _Sent:
 
     ticket: Ticket
     route: Route
-    told: dict[str, Any]
+    request: dict[str, Any]
     prompt: int
     most: int
     at: int
@@ -83,13 +83,13 @@ class _Process:
     def ready(self) -> None:
         """Wait until it can serve. Raises AccelError."""
         try:
-            told, _ = self.wire.receive()
+            message, _ = self.wire.receive()
         except EOFError:
             raise AccelError(
                 f"a {self.home} process ended at its start (exit code {self.child.wait()}); its errors are on stderr"
             ) from None
-        if told["do"] == "failed":
-            raise error_from_json(told)
+        if message["do"] == "failed":
+            raise error_from_json(message)
 
     @property
     def code(self) -> int | None:
@@ -99,10 +99,10 @@ class _Process:
         except subprocess.TimeoutExpired:
             return None
 
-    def send(self, told: Mapping[str, Any], data: bytes = b"") -> None:
+    def send(self, message: Mapping[str, Any], data: bytes = b"") -> None:
         """What a process that is gone does not get, its reader answers for."""
         try:
-            self.wire.send(told, data)
+            self.wire.send(message, data)
         except (OSError, ValueError):
             pass
 
@@ -214,7 +214,7 @@ class Phases:
                 f"the request has {size} tokens and may hold {most}, and there is room for "
                 f"{min(self._capacity, self._model.facts.max_context)}; shorten it, or lower max_tokens"
             )
-        told = request_to_json(request, row.prompt)
+        request_json = request_to_json(request, row.prompt)
         with self._changed:
             if self._closing:
                 raise InputError("this engine is closed; make another")
@@ -223,11 +223,11 @@ class Phases:
             number = self._number
             route = self._route(size, most)
             ticket = Ticket(size, lambda: self._cancel(number))
-            self._sent[number] = _Sent(ticket, route, told, size, most, route.prompt)
+            self._sent[number] = _Sent(ticket, route, request_json, size, most, route.prompt)
             self._number += 1
         hands = route.prompt != route.token
         self._processes[route.prompt].send(
-            {"do": "submit", "id": number, "request": told, "hands": hands}
+            {"do": "submit", "id": number, "request": request_json, "hands": hands}
         )
         if self._processes[route.prompt].gone:  # it ended meanwhile
             self._lost(route.prompt)
@@ -299,42 +299,42 @@ class Phases:
         process = self._processes[place]
         while True:
             try:
-                told, data = process.wire.receive()
+                message, data = process.wire.receive()
             except (EOFError, OSError, ValueError):
                 process.gone = True
                 self._lost(place)
                 return
-            if told["do"] == "stats":
+            if message["do"] == "stats":
                 with self._changed:
-                    self._answers[place] = told["stats"]
+                    self._answers[place] = message["stats"]
                     self._changed.notify_all()
             else:
-                sent = self._sent.get(told.get("id", -1))  # one that fails names none
+                sent = self._sent.get(message.get("id", -1))  # one that fails names none
                 if sent is not None:
-                    self._hear(sent, told, data)
+                    self._hear(sent, message, data)
 
-    def _hear(self, sent: _Sent, told: dict[str, Any], data: bytes) -> None:
+    def _hear(self, sent: _Sent, message: dict[str, Any], data: bytes) -> None:
         """What a process tells of a request."""
-        number, ticket = told["id"], sent.ticket
-        if told["do"] == "handed":
+        number, ticket = message["id"], sent.ticket
+        if message["do"] == "handed":
             with self._changed:
                 self.bytes_sent += len(data)
                 sent.at = sent.route.token
             process = self._processes[sent.route.token]
-            again = {"do": "submit", "id": number, "request": sent.told, "hands": False}
-            process.send({**again, "numbers": told["numbers"]}, data)
+            again = {"do": "submit", "id": number, "request": sent.request, "hands": False}
+            process.send({**again, "numbers": message["numbers"]}, data)
             if process.gone:
                 self._lost(sent.route.token)
             if ticket.cancelled:
                 process.send({"do": "cancel", "id": number})
             return
-        if told["do"] == "event":
-            event: Event | AccelError = event_from_json(told)
-            ticket.stop_reason = told["stop"]
-            ticket.count(*told["drafts"])
+        if message["do"] == "event":
+            event: Event | AccelError = event_from_json(message)
+            ticket.stop_reason = message["stop"]
+            ticket.count(*message["drafts"])
         else:
-            event = error_from_json(told)
-        over = told["do"] == "error" or told["finish"] is not None
+            event = error_from_json(message)
+        over = message["do"] == "error" or message["finish"] is not None
         with self._changed:
             sent.began = True
             if over:

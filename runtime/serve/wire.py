@@ -28,9 +28,9 @@ class Wire:
         self._reads, self._writes = reads, writes
         self._lock = threading.Lock()
 
-    def send(self, told: Mapping[str, Any], data: bytes = b"") -> None:
+    def send(self, message: Mapping[str, Any], data: bytes = b"") -> None:
         """Raises OSError, ValueError where the other side is gone."""
-        text = json.dumps(told, default=_plain).encode()
+        text = json.dumps(message, default=_plain).encode()
         with self._lock:
             self._writes.write(_SIZES.pack(len(text), len(data)))
             self._writes.write(text)
@@ -40,8 +40,8 @@ class Wire:
     def receive(self) -> tuple[dict[str, Any], bytes]:
         """The next frame. Raises EOFError where the other side is gone."""
         text, data = _SIZES.unpack(self._exactly(_SIZES.size))
-        told: dict[str, Any] = json.loads(self._exactly(text))
-        return told, self._exactly(data)
+        message: dict[str, Any] = json.loads(self._exactly(text))
+        return message, self._exactly(data)
 
     def close(self) -> None:
         """Tell the other side that no more comes."""
@@ -86,15 +86,15 @@ def request_to_json(request: Request, prompt: Ints) -> dict[str, Any]:
     return plain
 
 
-def request_from_json(told: Mapping[str, Any]) -> Request:
+def request_from_json(data: Mapping[str, Any]) -> Request:
     """What `request_to_json` gave."""
-    params = dict(told["params"])
+    params = dict(data["params"])
     if params["logit_bias"] is not None:
         params["logit_bias"] = dict(params["logit_bias"])
     if params["structured_outputs"] is not None:
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
-    prompt = np.array(told["prompt"], np.int64)
-    return Request(prompt, SamplingParams(**params), adapter=told["adapter"], sample=told["sample"])
+    prompt = np.array(data["prompt"], np.int64)
+    return Request(prompt, SamplingParams(**params), adapter=data["adapter"], sample=data["sample"])
 
 
 def event_to_json(event: Event, ticket: Ticket) -> dict[str, Any]:
@@ -106,11 +106,11 @@ def event_to_json(event: Event, ticket: Ticket) -> dict[str, Any]:
     return found
 
 
-def event_from_json(told: Mapping[str, Any]) -> Event:
+def event_from_json(data: Mapping[str, Any]) -> Event:
     """What `event_to_json` gave."""
-    known = told.get("logprobs")
+    known = data.get("logprobs")
     logprobs = None if known is None else {token: Logprob(**one) for token, one in known}
-    return Event(told["token"], told["text"], logprobs, told["finish"])
+    return Event(data["token"], data["text"], logprobs, data["finish"])
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
@@ -118,9 +118,9 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
     return {"error": str(error) or type(error).__name__, "input": isinstance(error, InputError)}
 
 
-def error_from_json(told: Mapping[str, Any]) -> AccelError:
+def error_from_json(data: Mapping[str, Any]) -> AccelError:
     """What `error_to_json` gave."""
-    return InputError(told["error"]) if told["input"] else AccelError(told["error"])
+    return InputError(data["error"]) if data["input"] else AccelError(data["error"])
 
 
 def _plain(value: Any) -> Any:

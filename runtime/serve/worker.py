@@ -51,23 +51,23 @@ def _serve(wire: Wire, engine: Engine) -> None:
     tickets: dict[int, Ticket] = {}
     while True:
         try:
-            told, data = wire.receive()
+            message, data = wire.receive()
         except EOFError:
             return
-        number = told["id"]
-        if told["do"] == "stats":
+        number = message["id"]
+        if message["do"] == "stats":
             wire.send({"do": "stats", "id": number, "stats": dict(engine.stats)})
-        elif told["do"] == "cancel":
+        elif message["do"] == "cancel":
             if number in tickets:
                 tickets[number].cancel()
         else:
-            _submit(wire, engine, tickets, told, data)
+            _submit(wire, engine, tickets, message, data)
 
 
 def _submit(
-    wire: Wire, engine: Engine, tickets: dict[int, Ticket], told: dict[str, Any], data: bytes
+    wire: Wire, engine: Engine, tickets: dict[int, Ticket], message: dict[str, Any], data: bytes
 ) -> None:
-    number = told["id"]
+    number = message["id"]
 
     def listen(ticket: Ticket, event: Event | Handed | BaseException) -> None:
         over = True
@@ -87,10 +87,10 @@ def _submit(
             tickets.pop(number, None)
 
     ended = list[int]()
-    given = Handed(data, told["numbers"]) if "numbers" in told else None
+    handoff = Handed(data, message["numbers"]) if "numbers" in message else None
     try:
-        request = request_from_json(told["request"])
-        ticket = engine.submit(request, listener=listen, hands=told["hands"], given=given)
+        request = request_from_json(message["request"])
+        ticket = engine.submit(request, listener=listen, hands=message["hands"], handoff=handoff)
     except Exception as error:
         wire.send({"do": "error", "id": number, **error_to_json(error)})
     else:

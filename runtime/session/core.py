@@ -245,15 +245,15 @@ class SessionCore:
             one.rehearse(self, "prompt", self.lengths)
         self.lengths = self._settle("prompt", self.lengths, self.watchers)
 
-    def rewind(self, wanted: Ints) -> None:
-        """Let rows hold no more than `wanted` [B] tokens."""
+    def rewind(self, new_lengths: Ints) -> None:
+        """Let rows hold no more than `new_lengths` [B] tokens."""
         backend = self.backend
         for one in self.observers:
-            one.check(wanted, self.lengths)
+            one.check(new_lengths, self.lengths)
         for one in self.observers:
-            if one.rewind(backend, wanted, self.lengths):
+            if one.rewind(backend, new_lengths, self.lengths):
                 self.room = []
-        self.lengths, self.kin = wanted, self.kin.rewound(wanted)
+        self.lengths, self.kin = new_lengths, self.kin.rewound(new_lengths)
 
     def select(self, rows: Any) -> None:
         """See `Session.select`."""
@@ -429,7 +429,7 @@ class SessionCore:
         """One graph call, after making room for every slot that it writes, padding included; a flat one where that
         pays. `watchers` (None: all) hear of its tokens; of those of a `tree` all do when a path of it is kept.
         """
-        backend, wanted = self.backend, rows.shape[1]
+        backend, width = self.backend, rows.shape[1]
         if self._tile > 1:
             tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
         self.make_room(slots, tokens.shape[1])
@@ -449,7 +449,7 @@ class SessionCore:
         for one in listeners:
             one.after(tokens, positions, extra)
         self.count(1, real, start)
-        return logits if wanted == rows.shape[1] else logits[:, :wanted]
+        return logits if width == rows.shape[1] else logits[:, :width]
 
     def part(self, entry: str, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
         """A call of an entry that takes what a step takes and gives no logits."""
@@ -612,8 +612,8 @@ class SessionCore:
                 other.pin(backend)
             if done.calls:
                 self.count(done.calls, 0, start)
-            if done.held is not None:
-                self._gone = self._gone + lengths - done.held
-                self.kin = self.kin.rewound(np.zeros_like(done.held))
-                lengths = done.held
+            if done.lengths is not None:
+                self._gone = self._gone + lengths - done.lengths
+                self.kin = self.kin.rewound(np.zeros_like(done.lengths))
+                lengths = done.lengths
         return lengths

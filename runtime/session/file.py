@@ -30,12 +30,14 @@ _KEY = "accel.session"  # of the metadata
 _AGAIN = "save the session again"
 
 
-def write(path: str | os.PathLike[str], told: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+def write(
+    path: str | os.PathLike[str], header: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> None:
     """Let a file be of these arrays and this JSON. A saved session that is there is replaced, in one step; other files
     are not. What processes that were killed left beside it is removed. Raises SavedSessionError.
     """
     out = _path(path)
-    held, whole = _whole(told, arrays)
+    held, whole = _whole(header, arrays)
     if out.exists():
         try:
             _checked(out)
@@ -60,9 +62,9 @@ def write(path: str | os.PathLike[str], told: Mapping[str, Any], arrays: Mapping
         work.remove()
 
 
-def pack(told: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
+def pack(header: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
     """What a file of these would hold."""
-    held, whole = _whole(told, arrays)
+    held, whole = _whole(header, arrays)
     found: bytes = packed(held, {_KEY: json.dumps(whole)})
     return found
 
@@ -101,32 +103,32 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Arrays]:
 
 
 def _whole(
-    told: Mapping[str, Any], arrays: Mapping[str, Any]
+    header: Mapping[str, Any], arrays: Mapping[str, Any]
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """The arrays as they are written, and all that is said of them."""
     held = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    whole = {**told, "format": FORMAT, "accel": VERSION, "arrays": _described(held)}
+    whole = {**header, "format": FORMAT, "accel": VERSION, "arrays": _described(held)}
     whole["digest"] = digest(whole)
     return held, whole
 
 
-def _check_header(file: Any, told: dict[str, Any]) -> None:
+def _check_header(file: Any, header: dict[str, Any]) -> None:
     """Raise SavedSessionError where it is of another version, or was changed."""
-    version = told.get("format")
+    version = header.get("format")
     if version != FORMAT:
         raise SavedSessionError(
             f"{file}: format {version} is not {FORMAT}, which accel {VERSION} reads; {_AGAIN}, or take accel "
-            f"{told.get('accel')}"
+            f"{header.get('accel')}"
         )
-    if told.get("digest") != digest(told):
+    if header.get("digest") != digest(header):
         raise SavedSessionError(
             f"{file} was changed or damaged: its header has another digest; {_AGAIN}"
         )
 
 
-def _check_arrays(file: Any, told: Mapping[str, Any], arrays: Arrays) -> None:
+def _check_arrays(file: Any, header: Mapping[str, Any], arrays: Arrays) -> None:
     """Raise SavedSessionError where an array is not the one that the header says."""
-    found, wanted = _described(arrays), told["arrays"]
+    found, wanted = _described(arrays), header["arrays"]
     for name in sorted({*found, *wanted}):
         if found.get(name) != wanted.get(name):
             what = "is missing" if name not in found else "was changed or damaged"

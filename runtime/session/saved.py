@@ -44,7 +44,7 @@ class Origin:
     adapter: Callable[[str], str]
     codec: Codec | None = None
 
-    def told(self, adapters: Mapping[str, str]) -> dict[str, Any]:
+    def header(self, adapters: Mapping[str, str]) -> dict[str, Any]:
         """What a file says of it; `adapters`: digests of those that rows use."""
         layout = [value.to_json() for value in self.state]
         return {
@@ -62,18 +62,18 @@ class SavedSession:
     """A file that was read and checked."""
 
     path: str
-    told: dict[str, Any]
+    header: dict[str, Any]
     arrays: Arrays
 
     @property
     def batch(self) -> int:
         """Rows."""
-        return len(self.told["lengths"])
+        return len(self.header["lengths"])
 
     @property
     def adapters(self) -> list[str | None]:
         """The name of each row's adapter."""
-        found: list[str | None] = self.told["rows"]
+        found: list[str | None] = self.header["rows"]
         return found
 
     @property
@@ -81,12 +81,12 @@ class SavedSession:
         """Of each row, where the caller gave them when it was saved."""
         if _TOKENS not in self.arrays:
             return None
-        rows = zip(self.arrays[_TOKENS], self.told["counts"], strict=True)
+        rows = zip(self.arrays[_TOKENS], self.header["counts"], strict=True)
         return [row[:count] for row, count in rows]
 
     def check_rows(self, origin: Origin) -> None:
         """Raise SavedSessionError where a model has no room for its rows."""
-        longest = max(self.told["lengths"])
+        longest = max(self.header["lengths"])
         if self.batch > origin.max_batch:
             raise SavedSessionError(
                 f"{self.path} has {self.batch} rows, and max_batch is {origin.max_batch}; build with more: max_batch=…"
@@ -99,22 +99,25 @@ class SavedSession:
 
     def check(self, origin: Origin) -> None:
         """Raise SavedSessionError where it is of another model or recipe."""
-        here = origin.told(
+        here = origin.header(
             {name: origin.adapter(name) for name in self.adapters if name is not None}
         )
         for key, what in (
             (
                 "tables",
-                f"recipe {self.told['recipe']!r}, and this model was built with {here['recipe']!r}",
+                f"recipe {self.header['recipe']!r}, and this model was built with {here['recipe']!r}",
             ),
             ("layout", f"a cache of another layout than {origin.name} has"),
-            ("weights", f"another model than {origin.name} ({self.told['model']}, other weights)"),
+            (
+                "weights",
+                f"another model than {origin.name} ({self.header['model']}, other weights)",
+            ),
         ):
-            if self.told[key] != here[key]:
+            if self.header[key] != here[key]:
                 raise SavedSessionError(
                     f"{self.path} is of {what}; open it with the model that saved it, or run its prompt again"
                 )
-        for name, digest in self.told["adapters"].items():
+        for name, digest in self.header["adapters"].items():
             if here["adapters"].get(name) != digest:
                 raise SavedSessionError(
                     f"{self.path} is of another adapter {name!r} than this model has; load the one that it was saved "
@@ -166,16 +169,16 @@ def _all_of(core: SessionCore, tokens: Any) -> tuple[dict[str, Any], Arrays]:
             arrays |= {f"{_STATE}{value.name}/{part}": a for part, a in parts.items()}
         else:
             arrays[_STATE + value.name] = array
-    told = {
-        **origin.told({one.name: one.digest for one in core.laid if one.name in core.adapters}),
+    header = {
+        **origin.header({one.name: one.digest for one in core.laid if one.name in core.adapters}),
         "rows": list(core.adapters),
         "lengths": core.lengths.tolist(),
         "room": list(core.room),
         "coded": coded,
     }
     if tokens is not None:
-        told |= {"counts": counts, "text": _digest([arrays[_TOKENS].tolist(), counts])}
-    return told, arrays
+        header |= {"counts": counts, "text": _digest([arrays[_TOKENS].tolist(), counts])}
+    return header, arrays
 
 
 def saving(tables: Mapping[str, Any]) -> Codec | None:
@@ -188,27 +191,27 @@ def saved_session(path: str | os.PathLike[str]) -> SavedSession:
     return _known(os.fspath(path), *read(path))
 
 
-def _known(path: str, told: dict[str, Any], arrays: Arrays) -> SavedSession:
+def _known(path: str, header: dict[str, Any], arrays: Arrays) -> SavedSession:
     """Raises SavedSessionError where a field is not of the kind that is written."""
-    right = {name: isinstance(told.get(name), str) for name in ("model", "layout", "tables")}
+    right = {name: isinstance(header.get(name), str) for name in ("model", "layout", "tables")}
     for name in ("weights", "recipe"):
-        right[name] = name in told and isinstance(told[name], str | None)
-    right |= {name: _counts(told.get(name)) for name in ("lengths", "room")}
-    right["lengths"] = right["lengths"] and bool(told["lengths"])
-    rows, used, coded = (told.get(name) for name in ("rows", "adapters", "coded"))
+        right[name] = name in header and isinstance(header[name], str | None)
+    right |= {name: _counts(header.get(name)) for name in ("lengths", "room")}
+    right["lengths"] = right["lengths"] and bool(header["lengths"])
+    rows, used, coded = (header.get(name) for name in ("rows", "adapters", "coded"))
     right["rows"] = isinstance(rows, list) and all(isinstance(one, str | None) for one in rows)
     right["adapters"] = isinstance(used, dict)
     right["coded"] = isinstance(coded, dict) and all(_counts(shape) for shape in coded.values())
     if _TOKENS in arrays:
         ids = arrays[_TOKENS]
-        counts: Any = told.get("counts")
+        counts: Any = header.get("counts")
         right["counts"] = ids.ndim == 2 and _counts(counts) and len(counts) == len(ids)
         right["counts"] = right["counts"] and max(counts, default=0) <= ids.shape[1]
     if wrong := [name for name, holds in right.items() if not holds]:
         raise SavedSessionError(
-            f"{path}: {wrong[0]} = {shown(told.get(wrong[0]))} is not what accel writes; save the session again"
+            f"{path}: {wrong[0]} = {shown(header.get(wrong[0]))} is not what accel writes; save the session again"
         )
-    return SavedSession(path, told, arrays)
+    return SavedSession(path, header, arrays)
 
 
 def _counts(value: Any) -> bool:
@@ -219,18 +222,18 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
     """Let a new session, of as many rows and the same adapters, hold what a file does. Raises SavedSessionError,
     InputError.
     """
-    backend, origin, told = core.backend, core.origin, saved.told
+    backend, origin, header = core.backend, core.origin, saved.header
     assert origin is not None
-    lengths = np.array(told["lengths"], np.int64)
-    given: Arrays = {}
+    lengths = np.array(header["lengths"], np.int64)
+    buffers: Arrays = {}
     layers = 1 + max((v.layer for v in origin.state if v.layer is not None), default=0)
     for value in origin.state:
         start = _STATE + value.name
-        if value.name in told["coded"] and origin.codec is not None:
+        if value.name in header["coded"] and origin.codec is not None:
             parts = {
                 n[len(start) + 1 :]: a for n, a in saved.arrays.items() if n.startswith(start + "/")
             }
-            shape = tuple(told["coded"][value.name])
+            shape = tuple(header["coded"][value.name])
             _check_shape(saved, value, shape, value.dtype, origin)
             try:
                 decoded = origin.codec.decode(_place(value, layers), parts, shape)
@@ -238,11 +241,11 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
                 raise SavedSessionError(
                     f"{saved.path}: {value.name} cannot be decoded ({error}); save the session again"
                 ) from error
-            given[value.name] = decoded.astype(value.dtype)
+            buffers[value.name] = decoded.astype(value.dtype)
         elif start in saved.arrays:
-            given[value.name] = array = saved.arrays[start]
+            buffers[value.name] = array = saved.arrays[start]
             _check_shape(saved, value, array.shape, array.dtype.name, origin)
-    backend.put(given)
+    backend.put(buffers)
     for one in core.observers:
         start = f"{type(one).__name__}/"
         known = {n.removeprefix(start): a for n, a in saved.arrays.items() if n.startswith(start)}
@@ -256,9 +259,9 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
                 "session again"
             ) from error
     core.lengths, core.kin = lengths, Kin.copies(np.arange(core.batch), lengths)
-    _check_slots(saved, core, given)
-    if told["room"]:
-        core.need(told["room"])
+    _check_slots(saved, core, buffers)
+    if header["room"]:
+        core.need(header["room"])
 
 
 def _used(core: SessionCore) -> dict[str, int]:
@@ -311,9 +314,9 @@ def _check_shape(
         )
 
 
-def _check_slots(saved: SavedSession, core: SessionCore, given: Arrays) -> None:
+def _check_slots(saved: SavedSession, core: SessionCore, buffers: Arrays) -> None:
     """Buffers that grow hold the slots that rows use, and room is for no fewer. Raises SavedSessionError."""
-    origin, room = core.origin, saved.told["room"]
+    origin, room = core.origin, saved.header["room"]
     letters = _used(core)
     sizes = {
         v.name: in_numbers(v.shape, {**letters, "B": core.batch})
@@ -322,13 +325,13 @@ def _check_slots(saved: SavedSession, core: SessionCore, given: Arrays) -> None:
     }
     right = bool((core.lengths >= core.base).all())
     right &= saved.tokens is None or len(saved.tokens) == core.batch
-    right &= all(given[name].shape == size for name, size in sizes.items() if name in given)
+    right &= all(buffers[name].shape == size for name, size in sizes.items() if name in buffers)
     if room:
         right &= len(room) == len(letters) and max(room) <= _most(origin)
         right &= all(have >= used for have, used in zip(room, letters.values(), strict=False))
     if not right:
         raise SavedSessionError(
-            f"{saved.path}: its buffers do not fit rows of {saved.told['lengths']} tokens; save the session again"
+            f"{saved.path}: its buffers do not fit rows of {saved.header['lengths']} tokens; save the session again"
         )
 
 

@@ -17,7 +17,7 @@ def take(core: SessionCore, source: SessionCore, lengths: Ints) -> bool:
     """
     if core.origin is None or source.origin is None or np.any(source.base):
         return False
-    state = [value for value in core.origin.state if not value.kept]
+    state = [value for value in core.origin.state if not value.written_between_steps]
     there = {value.name: value.to_json() for value in source.origin.state}
     if not all(_plain(value) and there.get(value.name) == value.to_json() for value in state):
         return False

@@ -41,24 +41,24 @@ def read(
     if not (folder / TOLD).is_file():
         raise RecipeError(f"{name}: {folder} holds no {kind}, or was moved; {make}")
     try:
-        told: dict[str, Any] = json.loads((folder / TOLD).read_text(encoding="utf-8"))
-        if (told["format"], told["kind"]) != (FORMAT, kind):
-            raise ValueError(f"it holds {told['kind']} of format {told['format']}")
-        arrays = {n: np.load(folder / f"{n}.npy", mmap_mode="r") for n in told["sizes"]}
-        wrong = [n for n, a in arrays.items() if told["sizes"][n] != [str(a.dtype), *a.shape]]
+        notes: dict[str, Any] = json.loads((folder / TOLD).read_text(encoding="utf-8"))
+        if (notes["format"], notes["kind"]) != (FORMAT, kind):
+            raise ValueError(f"it holds {notes['kind']} of format {notes['format']}")
+        arrays = {n: np.load(folder / f"{n}.npy", mmap_mode="r") for n in notes["sizes"]}
+        wrong = [n for n, a in arrays.items() if notes["sizes"][n] != [str(a.dtype), *a.shape]]
         if wrong:
             raise ValueError(f"{wrong[0]} has another size")
         wrong = [n for n, a in arrays.items() if a.ndim != 1 or a.dtype.kind not in "if"]
         if wrong:
             raise ValueError(f"{wrong[0]} is no line of numbers")
-        size, theirs = int(told["vocab_size"]), str(told["vocabulary"])
+        size, theirs = int(notes["vocab_size"]), str(notes["vocabulary"])
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise damaged(name, folder, error, kind) from error
     if size > vocab_size or (digest and theirs and digest != theirs):
         raise RecipeError(
             f"{name}: {folder} is of another vocabulary, of {size} tokens (the model has {vocab_size}); {make}"
         )
-    return arrays, told
+    return arrays, notes
 
 
 def damaged(name: str, folder: Path, why: object, kind: str) -> RecipeError:

@@ -47,7 +47,7 @@ class Nodes:
         self._draws += added
         return added
 
-    def tree(self, kept: Sequence[int] | None = None) -> Tree:
+    def tree(self, nodes: Sequence[int] | None = None) -> Tree:
         """Of these nodes, in rising order, or of all. With a node its parent and its earlier siblings stay."""
         tokens, parents, rows = (
             np.array(self.tokens, np.int64),
@@ -55,10 +55,10 @@ class Nodes:
             np.array(self._rows),
         )
         draws = np.array(self._draws, np.int64)
-        if kept is not None:
+        if nodes is not None:
             place = np.full(tokens.size + 1, -1)  # of ROOT, the last: ROOT
-            place[kept] = np.arange(len(kept))
-            tokens, parents, rows = tokens[kept], place[parents[kept]], rows[kept]
+            place[nodes] = np.arange(len(nodes))
+            tokens, parents, rows = tokens[nodes], place[parents[nodes]], rows[nodes]
             draws = place[draws][place[draws] >= 0]
         if not self._laws:
             return Tree(tokens, parents)

@@ -50,7 +50,7 @@ class Dyspec(Base, Shape):
                 if guess is not None:
                     assert isinstance(guess, Distribution), "assembled with a drafter of ranks"
                     found.expand(node, guess)
-            open_ = [node for node in found.kept() if node >= first]
+            open_ = [node for node in found.largest() if node >= first]
             tokens, parents = found.nodes.tokens, found.nodes.parents
             level = Level(
                 np.array([tokens[n] for n in open_]), np.array([number[parents[n]] for n in open_])
@@ -97,13 +97,13 @@ class _Found:
             share *= 1 - found[1]
         self.nodes.add(node, tokens, guess)
 
-    def kept(self) -> list[int]:
+    def largest(self) -> list[int]:
         """The nodes of the largest values, in rising order; of equal ones those that came first."""
         order = np.argsort(-np.array(self.values), kind="stable")[: self.limit]
         return sorted(order.tolist())
 
     def tree(self) -> Tree:
-        return self.nodes.tree(self.kept())
+        return self.nodes.tree(self.largest())
 
     def _least(self) -> float:
         """What a node has to be worth to be kept, as far as is known."""

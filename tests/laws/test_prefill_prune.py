@@ -242,10 +242,10 @@ def test_picks():
 
 def test_a_share_is_of_the_whole_prompt():
     plan, scores = Pick(0, 0, 1, 0.29), np.arange(60, dtype=np.float32)
-    assert [plan.kept(n) for n in (0, 1, 3, 100)] == [0, 1, 1, 29]
+    assert [plan.tokens_kept(n) for n in (0, 1, 3, 100)] == [0, 1, 1, 29]
     assert prefill.picks(plan, scores, 100).tolist() == list(range(31, 60))
     assert prefill.picks(plan, scores).size == 17
-    assert Pick(5, 0, 1, 0.29).kept(100) == 5 and Pick(50, 0, 1, 0.29).kept(100) == 29
+    assert Pick(5, 0, 1, 0.29).tokens_kept(100) == 5 and Pick(50, 0, 1, 0.29).tokens_kept(100) == 29
 
 
 @pytest.mark.parametrize("broken", ["unordered", "ends", "worst", "many"])

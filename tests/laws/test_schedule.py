@@ -102,7 +102,7 @@ class Simulation:
         if tokens is not None:
             decoded = limits.step * len(plan.decodes)
             used = decoded + sum(size for _, size in plan.chunks)
-            if self.schedule.beside:  # the budget is of a call of prompts
+            if self.schedule.splits_cores:  # the budget is of a call of prompts
                 used -= decoded
             assert used <= max(tokens, decoded), "above the budget"
 

@@ -130,7 +130,7 @@ def test_the_law_catches(broken, monkeypatch):
         self._state["kv.pos.1"] = held
 
     if broken == "one too few":
-        monkeypatch.setattr(Window, "kept", property(lambda self: self.size - 2))
+        monkeypatch.setattr(Window, "tokens_kept", property(lambda self: self.size - 2))
         monkeypatch.setattr(WindowState, "held_from", np.zeros(3, np.int64))
     elif broken == "stale positions":
         monkeypatch.setattr(EagerSession, "drop", stale)
@@ -184,7 +184,7 @@ def test_bytes_are_bounded_equal_to_the_formula_and_to_what_explain_says(short):
                 session.run(LONG[:1, :1])
                 held = session.stats["kv_bytes"]
             slots = -(-(prompt + 1) // 16) * 16
-            own = min(slots, -(-(window.kept + 32) // 16) * 16) if bounded else slots
+            own = min(slots, -(-(window.tokens_kept + 32) // 16) * 16) if bounded else slots
             of_layers = each * ((len(layers) - small) * slots + small * own)
             assert held == of_layers + 8 * (slots + bounded * own)
             assert held == found.bytes(prompt)
@@ -309,4 +309,4 @@ def test_the_formula_counts_slots_of_calls():
     assert window.slots([40]) == 40 and window.slots([60, 60]) == 120
     assert window.slots([60, 61]) == 121 and window.slots([120, 1]) == 120
     assert window.slots([500]) == 500 and window.slots([500, 512]) == 109 + 512
-    assert window.kept == 109
+    assert window.tokens_kept == 109

@@ -144,7 +144,7 @@ def test_optimize_builds_and_checks_it():
 
 def test_a_tree_in_one_call_is_as_on_the_eager_target():
     program = capture(module("mistral"), max_context=64)
-    run(program, pipeline(own=[Trees()]))
+    run(program, pipeline(recipe_passes=[Trees()]))
     lowered = lower_program(program)
     tokens = np.random.default_rng(4).integers(0, 90, (2, 5 + len(PARENTS)))
 

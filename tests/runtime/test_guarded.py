@@ -28,7 +28,7 @@ class Time:
         self.costs = Costs((1, 8, 256), CURVES[curve])
         self.now, self.calls, self.looks = 0.0, 0, looks
         monkeypatch.setattr(clock, "now", lambda: self.now)
-        monkeypatch.setattr(clock, "beside", lambda: self.now)
+        monkeypatch.setattr(clock, "host_now", lambda: self.now)
         run = Session.run
 
         def timed(session, tokens, *args, **more):

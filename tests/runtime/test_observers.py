@@ -89,11 +89,11 @@ class Diary(SessionObserver, CallWatcher):
     def undo(self, backend, lengths):
         return self._note(f"undo {lengths.tolist()}", False)
 
-    def check(self, wanted, lengths):
-        self._note(f"check {wanted.tolist()}")
+    def check(self, new_lengths, lengths):
+        self._note(f"check {new_lengths.tolist()}")
 
-    def rewind(self, backend, wanted, lengths):
-        return self._note(f"rewind {wanted.tolist()}", False)
+    def rewind(self, backend, new_lengths, lengths):
+        return self._note(f"rewind {new_lengths.tolist()}", False)
 
     def copy(self):
         return Diary(self.name + "'", self.book)

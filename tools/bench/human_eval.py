@@ -31,7 +31,7 @@ import typer
 from rich.progress import Progress
 
 import accel
-from accel.cli import told
+from accel.cli import error_text
 from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.choose.builds import Builds
@@ -162,7 +162,7 @@ def main(
                 )
                 print(rows[-1], file=sys.stderr, flush=True)
     except AccelError as error:
-        raise SystemExit(f"human_eval: {told(error)[0]}") from None
+        raise SystemExit(f"human_eval: {error_text(error)[0]}") from None
     print("\n".join(rows))
     print(
         f"\n{model.name}, {time.strftime('%-d %B %Y')}, {os.cpu_count()} cores, {platform.machine()}."

@@ -166,7 +166,7 @@ class _Process:
         self.ledger.reserve(plan.blocks)
         self.ledger.commit()
         self.ledger.check()
-        beside = world.schedule.beside
+        beside = world.schedule.splits_cores
         if beside and plan.chunks and plan.decodes:
             self.part = world.schedule.share(state, limits, world.shares, self.part)
         if beside:

@@ -175,8 +175,8 @@ class Loops(Matrix):
         run(program, passes[own:], done=passes[:own])
         program.calibration = None
         if plan is not None and beside is not None:
-            job.own = Job(plan, BuildOptions(verify=False), lambda *_: None)
-            _own(job.own, beside, program)
+            job.self_draft = Job(plan, BuildOptions(verify=False), lambda *_: None)
+            _own(job.self_draft, beside, program)
         return job, program, beside
 
     def _compare(self, case: Case) -> tuple[str, str]:
@@ -209,7 +209,7 @@ class Loops(Matrix):
 def _own(job: Any, beside: Program, program: Program) -> None:
     """Make of a program that was captured that by which the model drafts for itself, as a build does."""
     job.plan.passes = keeping(beside, job.plan.passes)
-    passes = pipeline(own=job.plan.every)
+    passes = pipeline(recipe_passes=job.plan.every)
     done = matrix.shared(passes)
     run(beside, passes[done:], done=passes[:done])
     beside.calibration = None

@@ -14,7 +14,7 @@ import real
 import torch
 import typer
 
-from accel.cli import told
+from accel.cli import error_text
 from accel.commands import console
 from accel.compiler.load.fetch.models import alone
 from accel.compiler.load.floats import Watch, write
@@ -36,7 +36,7 @@ def folder(
     Raises InputError with the command that fetches the model, and what `write` raises.
     """
     model, file = real.find(name), real.path(name)
-    place = model.beside(f".{dtype}")
+    place = model.sibling(f".{dtype}")
     if file.suffix != ".gguf":
         raise InputError(f"{name} is no GGUF file, but {model.what}")
     with alone(model, lambda what, count: None):
@@ -65,7 +65,7 @@ def main(
             else:
                 write(file or real.path(model), out, getattr(torch, dtype), watch)
     except (AccelError, OSError) as error:
-        raise SystemExit(f"floats: {told(error)[0]}") from None
+        raise SystemExit(f"floats: {error_text(error)[0]}") from None
     typer.echo(out)
 
 

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from accel.cli import told
+from accel.cli import error_text
 from accel.commands import console
 from accel.compiler.load.fetch.models import OWN, Model, fetch, read_models
 from accel.ir.errors import AccelError, InputError, unknown
@@ -43,7 +43,7 @@ def find(name: str) -> Model:
 def path(name: str) -> Path:
     """Where a fetched model lies: its file, or its folder. Raises InputError with the command that fetches it."""
     model = find(name)
-    if not model.there:
+    if not model.complete:
         size = console.size(model.size)
         what = f"fetches it ({size})" if model.packages else f"takes a copy of it ({size})"
         raise InputError(f"{name} is not in accel's cache; this {what}: {model.command}")
@@ -52,7 +52,7 @@ def path(name: str) -> Path:
 
 def _list() -> None:
     rows = [
-        (m.name, m.what, m.licence, console.size(m.size), m.use, "yes" if m.there else "")
+        (m.name, m.what, m.licence, console.size(m.size), m.use, "yes" if m.complete else "")
         for m in models().values()
     ]
     console.table(("name", "what", "licence", ">size", "for", "here"), rows)
@@ -79,7 +79,7 @@ def main(
                 place = fetch(model, given, watch)
             typer.echo(place)
     except (AccelError, OSError) as error:
-        raise SystemExit(f"real: {told(error)[0]}") from None
+        raise SystemExit(f"real: {error_text(error)[0]}") from None
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on where it stopped", err=True)
         raise SystemExit(130) from None

@@ -64,8 +64,8 @@ def main(words: list[str]) -> None:
     except (AccelError, OSError) as error:
         raise SystemExit(f"part: {error}") from None
     if made.file is None:
-        raise SystemExit(f"part: {made.told}")
-    print(f"{made.file}: {made.told}")
+        raise SystemExit(f"part: {made.message}")
+    print(f"{made.file}: {made.message}")
 
 
 if __name__ == "__main__":

@@ -238,17 +238,17 @@ class _Work:
         request: Request,
         store: Store,
         builds: Builds,
-        found: Samples,
+        samples: Samples,
         folder: Path,
         clock: _Clock,
     ):
         self.request = request
         self.store = store
         self.builds = builds
-        self.samples = found
+        self.samples = samples
         self.folder = folder
         self.clock = clock
-        self.ladder = measure.rungs(len(found.rows))
+        self.ladder = measure.rungs(len(samples.rows))
         self.rows: dict[Candidate, Row] = {}
         self.untried: list[Candidate] = []
         self.crashed: dict[str, str] = {}
@@ -310,32 +310,34 @@ class _Work:
             self._look_up(one)
         return [one for one in found if one.name not in self.crashed]
 
-    def _look_up(self, one: Candidate) -> None:
+    def _look_up(self, candidate: Candidate) -> None:
         """A row of a recipe that was refused, or that an earlier run measured."""
         try:
-            plan = self._plans[one] = plan_of(one, self.builds.program.facts)
+            plan = self._plans[candidate] = plan_of(candidate, self.builds.program.facts)
         except AccelError as error:
-            self.rows[one] = Row(one, " ".join(str(error).split()))
+            self.rows[candidate] = Row(candidate, " ".join(str(error).split()))
             return
-        if kept := self.store.read(one.recipe.tables):
+        if kept := self.store.read(candidate.recipe.tables):
             try:
-                self.rows[one] = Row.from_json(one, lossless(plan), kept)
+                self.rows[candidate] = Row.from_json(candidate, lossless(plan), kept)
             except (KeyError, TypeError, ValueError):
                 pass  # written by hand: measured again
 
-    def _settled(self, one: Candidate) -> bool:
-        row = self.rows.get(one)
-        return one.name in self.crashed or row is not None and bool(row.refused or row.measured)
+    def _settled(self, candidate: Candidate) -> bool:
+        row = self.rows.get(candidate)
+        return (
+            candidate.name in self.crashed or row is not None and bool(row.refused or row.measured)
+        )
 
-    def _try(self, found: Iterable[Candidate], share: float, needed: bool = False) -> None:
+    def _try(self, candidates: Iterable[Candidate], share: float, needed: bool = False) -> None:
         """The first rung of those that have none, while there is time for another."""
-        for one in found:
+        for candidate in candidates:
             expected = median(self._spent) if self._spent else 0.0
             if not needed and self.clock.left(share) <= expected:
                 return
-            if not self._settled(one):
+            if not self._settled(candidate):
                 start = time.monotonic()
-                self._measure(one, 0)
+                self._measure(candidate, 0)
                 self._spent.append(time.monotonic() - start)
 
     def _refine(self, share: float) -> None:
@@ -354,70 +356,74 @@ class _Work:
             points = self._points()  # without those that failed just now
             alive = {one: points[one] for one in chosen if one in points}
 
-    def _measure(self, one: Candidate, level: int) -> None:
+    def _measure(self, candidate: Candidate, level: int) -> None:
         """A rung of a recipe; what it says is kept at once."""
-        tell: Tell = partial(self.clock.tell, one.name)
+        tell: Tell = partial(self.clock.tell, candidate.name)
         try:
-            row = self._built(one, tell)
+            row = self._built(candidate, tell)
             if row.refused:
                 return
-            for rung in self._parts(one, self.ladder[level]):
-                self._climb(one, row, rung, tell)
+            for rung in self._parts(candidate, self.ladder[level]):
+                self._climb(candidate, row, rung, tell)
             if level and row.peak is None:
                 tell("memory")
                 longest = self.samples.longest
                 tokens = int((longest.ids if longest.source is None else longest.source).size)
-                row.peak = measure.peak(self._kept[one], self.request.options.threads, tokens)
+                row.peak = measure.peak(self._kept[candidate], self.request.options.threads, tokens)
         except AccelError as error:
-            if one == BASE:
+            if candidate == BASE:
                 raise
-            self.rows[one] = row = Row(one, " ".join(str(error).split()))
+            self.rows[candidate] = row = Row(candidate, " ".join(str(error).split()))
         except Exception as error:
-            if one == BASE:
+            if candidate == BASE:
                 raise
-            self.crashed[one.name] = f"{type(error).__name__}: {error}: this is a bug in accel"
-            self.rows.pop(one, None)
+            self.crashed[candidate.name] = (
+                f"{type(error).__name__}: {error}: this is a bug in accel"
+            )
+            self.rows.pop(candidate, None)
             return
         finally:
-            self._drop(one)
-        self.store.write(one.recipe.tables, row.to_json())
+            self._drop(candidate)
+        self.store.write(candidate.recipe.tables, row.to_json())
 
-    def _parts(self, one: Candidate, rung: Rung) -> list[Rung]:
+    def _parts(self, candidate: Candidate, rung: Rung) -> list[Rung]:
         """A rung, round by round where sessions share blocks: a model opened anew has seen no prompt before."""
-        if "kv.reuse" not in self._plans[one].methods:
+        if "kv.reuse" not in self._plans[candidate].methods:
             return [rung]
         return [Rung(rung.prompts, number + 1) for number in range(rung.rounds)]
 
-    def _climb(self, one: Candidate, row: Row, rung: Rung, tell: Tell) -> None:
+    def _climb(self, candidate: Candidate, row: Row, rung: Rung, tell: Tell) -> None:
         """Measure what a rung lacks."""
         base = self._open_base()
-        model = base.model if one == BASE else self._open(one)
+        model = base.model if candidate == BASE else self._open(candidate)
         try:
             measure.measure(model, base, row.tests, rung, lambda: self.clock.left() > 0, tell)
         finally:
             if model is not base.model:
                 model.close()
 
-    def _built(self, one: Candidate, tell: Tell) -> Row:
+    def _built(self, candidate: Candidate, tell: Tell) -> Row:
         """The recipe's row, with its artifact in a folder."""
-        row = self.rows.setdefault(one, Row(one, lossless=lossless(self._plans[one])))
-        if one in self._kept:
+        row = self.rows.setdefault(
+            candidate, Row(candidate, lossless=lossless(self._plans[candidate]))
+        )
+        if candidate in self._kept:
             return row
         tell("build")
         folder = self.folder / f"{len(self._kept)}-{time.monotonic_ns()}"
-        with self.builds.build(self._plans[one], folder, lambda what, _: tell(what)) as model:
-            self._kept[one] = folder
-            if why := self._idle(one, model):
+        with self.builds.build(self._plans[candidate], folder, lambda what, _: tell(what)) as model:
+            self._kept[candidate] = folder
+            if why := self._idle(candidate, model):
                 row.refused = why
-                self.store.write(one.recipe.tables, row.to_json())
+                self.store.write(candidate.recipe.tables, row.to_json())
                 return row
             row.weights = measure.weights_bytes(model)
-            row.kv = self._cache(one, model)
+            row.kv = self._cache(candidate, model)
         return row
 
-    def _idle(self, one: Candidate, model: CompiledModel) -> str:
+    def _idle(self, candidate: Candidate, model: CompiledModel) -> str:
         """Why a recipe leaves the model as it is at this context; "" where it does something."""
-        plan = self._plans[one]
+        plan = self._plans[candidate]
         names = {step.name for step in plan.passes}
         own = [step for step in model.report["steps"] if step["name"] in names]
         idle = own and all(step["refused"] and not step["changed"] for step in own)
@@ -425,17 +431,17 @@ class _Work:
             return ""
         return f"changes nothing here: {own[0]['refused'][0]}"
 
-    def _cache(self, one: Candidate, model: CompiledModel) -> int:
+    def _cache(self, candidate: Candidate, model: CompiledModel) -> int:
         """Bytes of KV after the longest prompt; by formula where sessions share blocks, which none counts."""
-        longest, methods = self.samples.longest, self._plans[one].methods
+        longest, methods = self.samples.longest, self._plans[candidate].methods
         if "kv.reuse" in methods:
             count = longest.ids.size
             return cache(model.program, None, methods, (count,), 0).bytes(count)
         beside = 0 if model.draft_model is None else model.draft_model.report["kv_bytes_per_token"]
-        return measure.held(model, longest) + int(beside * longest.ids.size)
+        return measure.kv_bytes(model, longest) + int(beside * longest.ids.size)
 
-    def _open(self, one: Candidate) -> CompiledModel:
-        artifact = open_artifact(self._kept[one], hashes=False)
+    def _open(self, candidate: Candidate) -> CompiledModel:
+        artifact = open_artifact(self._kept[candidate], hashes=False)
         return from_artifact(artifact, threads=self.request.options.threads)
 
     def _open_base(self) -> Base:
@@ -444,18 +450,18 @@ class _Work:
             self._base = Base(self._open(BASE), self.samples)
         return self._base
 
-    def _drop(self, one: Candidate) -> None:
+    def _drop(self, candidate: Candidate) -> None:
         """Remove a build that takes too much room, or that nothing more is asked of."""
-        folder = self._kept.get(one)
-        if folder is None or one == BASE:
+        folder = self._kept.get(candidate)
+        if folder is None or candidate == BASE:
             return
-        row = self.rows.get(one)
+        row = self.rows.get(candidate)
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
         fits = shutil.disk_usage(self.folder).free > _ROOM * size
         best = survivors(list(self._points().values()))
         if row is None or row.refused or not fits or row.name not in {p.name for p in best}:
             shutil.rmtree(folder, ignore_errors=True)
-            del self._kept[one]
+            del self._kept[candidate]
 
     def _notes(self, rows: Sequence[Row]) -> list[str]:
         found = []

@@ -152,14 +152,14 @@ def _timed(model: CompiledModel, sample: Sample) -> tuple[Timed, list[int]]:
     return Timed(out.stats["prefill_seconds"], decode), out.tokens[0]
 
 
-def _judged(model: CompiledModel, base: Base, index: int, own: list[int]) -> Test:
+def _judged(model: CompiledModel, base: Base, index: int, tokens: list[int]) -> Test:
     """What a build loses on a prompt: along base's text token by token, and in its own text."""
     sample = base.samples.rows[index]
     text, odds = base.said(index)
     found = divergence(odds, along(model, sample.ids, text[:-1], sample.source))
     return Test(
         found.kl, found.same, found.tokens,
-        np.array_equal(own[: text.size], text), _right(model, sample, own),
+        np.array_equal(tokens[: text.size], text), _right(model, sample, tokens),
     )  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def weights_bytes(model: CompiledModel) -> int:
     return sum(size for name, size in sizes.items() if name.endswith(".bin"))
 
 
-def held(model: CompiledModel, sample: Sample) -> int:
+def kv_bytes(model: CompiledModel, sample: Sample) -> int:
     """Bytes of the cache in memory after a prompt and one token."""
     with model.session() as session:
         if sample.source is not None and model.facts.encoder is not None:

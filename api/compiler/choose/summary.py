@@ -108,18 +108,18 @@ def command(choice: Choice, specs: tuple[str, ...], name: str) -> str:
     return shlex.join([*words, "--out", f"{asked.model.resolve().name}-{name}"])
 
 
-def beside(found: list[Line]) -> dict[str, list[str]]:
+def off_front(lines: list[Line]) -> dict[str, list[str]]:
     """Why recipes are not on the front -> their names."""
     groups: dict[str, list[str]] = {}
-    for line in found:
+    for line in lines:
         if not line.number:
             groups.setdefault(line.standing, []).append(line.name)
     return groups
 
 
-def picks(found: list[Line]) -> list[tuple[str, str]]:
+def picks(lines: list[Line]) -> list[tuple[str, str]]:
     """The front's answers to the usual questions: (question, recipe)."""
-    leads = [line for line in found if line.number]
+    leads = [line for line in lines if line.number]
     exact = [line for line in leads if line.kl == 0]
     small = [line for line in leads if line.same >= SAME]
     fast: Callable[[Line], float] = lambda line: line.times.median  # noqa: E731
@@ -135,11 +135,11 @@ def picks(found: list[Line]) -> list[tuple[str, str]]:
 
 
 def columns(
-    found: list[Line], details: bool = True
+    lines: list[Line], details: bool = True
 ) -> tuple[list[str], Callable[[Line], list[str]]]:
     """Names of columns ('>': to the right), and a line's cells. `details`: parts of speed and memory."""
-    answers = any(line.asked for line in found)
-    peaks = any(line.peak for line in found)
+    answers = any(line.asked for line in lines)
+    peaks = any(line.peak for line in lines)
     head = [
         ">", "recipe", *([">prompts"] if details else []), ">tok/s", ">times base",
         *([">prefill s", ">decode tok/s"] if details else []), ">memory",

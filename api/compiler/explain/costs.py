@@ -47,11 +47,11 @@ _RATES = {
 
 @dataclass(frozen=True)
 class Held:
-    """Tokens after a prompt, mean over the layers: kept; since the last compression; and demoted to each form of fewer
-    bits. window: slots that layers with a window need, where they keep the newest tokens only.
+    """Tokens after a prompt, mean over the layers. recent: since the last compression; low: demoted to each form of
+    fewer bits. window: slots that layers with a window need, where they keep the newest tokens only.
     """
 
-    kept: float
+    kept_tokens: float
     recent: int
     low: tuple[float, ...] = ()
     window: int = 0
@@ -59,13 +59,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Cache:
-    """Bytes of one row's state. slot: of a token since the last compression; kept: of a token that was kept; low: of a
-    token in each form of fewer bits, once: what such a form stores of an eviction; fixed: whatever the length.
-    windowed: of a slot of layers that keep the newest tokens only. tokens: after a prompt of so many.
+    """Bytes of one row's state. slot: of a token since the last compression; kept_slot: of a token that was kept;
+    low: of a token in each form of fewer bits, once: what such a form stores of an eviction; fixed: whatever the
+    length. windowed: of a slot of layers that keep the newest tokens only. tokens: after a prompt of so many.
     """
 
     slot: float
-    kept: float
+    kept_slot: float
     fixed: float
     tokens: Mapping[int, Held] = field(default_factory=dict)
     dense: float = 0  # of a token with a plain cache of the same model
@@ -80,7 +80,7 @@ class Cache:
         low = sum(n * size for n, size in zip(held.low, self.low, strict=True))
         once = sum(size for n, size in zip(held.low, self.once, strict=True) if n)
         recent = slots * self.slot + window * self.windowed
-        return round(held.kept * self.kept + low + once + recent + self.fixed)
+        return round(held.kept_tokens * self.kept_slot + low + once + recent + self.fixed)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def cache(
 ) -> Cache:
     """By formula, from the layout of the state and what the recipe keeps."""
     many = _layers_of(program, sizes)
-    slot = kept = fixed = windowed = 0.0
+    slot = kept_slot = fixed = windowed = 0.0
     heads, forms = _ragged(program), _forms(methods)
     low, once = [0.0] * forms, [0.0] * forms
     for state in program.state:
@@ -122,18 +122,18 @@ def cache(
             windowed += size
         elif grows(state.shape):
             slot += size
-        elif state.kept and not state.ragged:
-            kept += size
+        elif state.written_between_steps and not state.ragged:
+            kept_slot += size
         elif not state.cross:
             fixed += size
     if program.facts.kv is not None and program.facts.kv.flush:
-        kept /= program.facts.kv.flush  # a slot is a block
+        kept_slot /= program.facts.kv.flush  # a slot is a block
     tokens = {n: _kept(program, sizes, methods, n) for n in prompts}
     if (window := program.facts.window) is not None:
         tokens = {
             n: replace(held, window=window.slots(_calls(program, n))) for n, held in tokens.items()
         }
-    return Cache(slot, kept, fixed, tokens, dense, tuple(low), tuple(once), windowed)
+    return Cache(slot, kept_slot, fixed, tokens, dense, tuple(low), tuple(once), windowed)
 
 
 def _calls(program: Program, prompt: int) -> list[int]:
@@ -250,7 +250,7 @@ def _read(program: Program) -> Reading:
     return Reading(inner, outer)
 
 
-def _add(found: dict[str, float], node: fx.Node, program: Program) -> None:
+def _add(bytes_read: dict[str, float], node: fx.Node, program: Program) -> None:
     """What a node reads of its parameters, whole; of experts those that a token takes."""
     if node.target not in _PRODUCTS:
         return
@@ -262,7 +262,7 @@ def _add(found: dict[str, float], node: fx.Node, program: Program) -> None:
             blank = program.params.blank(str(source.target))
             few = f"int{operand_of(node, 'bits')}" if node.target in PRODUCTS else ""
             kind = few or ("float16" if blank.dtype is torch.float16 else "float32")
-            found[kind] = found.get(kind, 0.0) + blank.nbytes * share
+            bytes_read[kind] = bytes_read.get(kind, 0.0) + blank.nbytes * share
 
 
 def _share(node: fx.Node, program: Program) -> float:
@@ -327,24 +327,26 @@ def _read_of_cache(program: Program, sizes: Sizes | None, tokens: Held) -> dict[
     and a layer that is left out nothing.
     """
     facts, depth = program.facts, program.facts.depth
-    many, found = _layers_of(program, sizes), dict[str, float]()
+    many, bytes_read = _layers_of(program, sizes), dict[str, float]()
     heads = _ragged(program)
     forms = {s.name: s.dtype for s in program.state}
     for state in program.state:
         layer = state.layer
-        if layer is None or state.cross or not (grows(state.shape) or state.kept):
+        if layer is None or state.cross or not (grows(state.shape) or state.written_between_steps):
             continue
         if depth is not None and not depth.plan[layer]:
             continue
         window = facts.layers[layer].window
-        slots = tokens.kept if state.kept else tokens.recent + 1
+        slots = tokens.kept_tokens if state.written_between_steps else tokens.recent + 1
         if state.region is CacheRegion.LOW:
             slots = 1 if str(state.shape[2]).startswith("E") else tokens.low[_form(state)]
-        if window and not state.kept:
+        if window and not state.written_between_steps:
             slots = min(slots, window)
         if state.positions or state.kept_positions or state.ragged:
             continue
         codes = replace(state, detail="").name  # whose scales it may be
         form = forms.get(codes, state.dtype)
-        found[form] = found.get(form, 0.0) + _size(state, sizes, heads) * many.get(layer, 1) * slots
-    return found
+        bytes_read[form] = (
+            bytes_read.get(form, 0.0) + _size(state, sizes, heads) * many.get(layer, 1) * slots
+        )
+    return bytes_read

@@ -13,7 +13,7 @@ from accel.compiler.explain.rates import Rates, rates
 from accel.compiler.explain.subject import Subject, subject
 from accel.compiler.facts_json import kv_bytes, model_facts, state_json
 from accel.compiler.layer_summary import bytes_text
-from accel.compiler.load.beside import beside
+from accel.compiler.load.second_model import second_model
 from accel.compiler.nearest import Nearest, nearest
 from accel.compiler.pipeline import pipeline
 from accel.compiler.quality.calibration import make_calibration
@@ -216,7 +216,7 @@ class _Work:
         program = self.subject.program.copy()
         if any(step.reads_text for step in plan.passes):
             program.calibration = _text(program.facts)
-        program.beside = beside(plan.passes, pipeline(), program.facts, None)
+        program.second_model = second_model(plan.passes, pipeline(), program.facts, None)
         plan.passes = keeping(program, plan.passes)
         own = {id(step) for step in plan.passes}
         rewrites: list[Rewrite] = []
@@ -296,16 +296,16 @@ def _told(
     threads: int | None,
 ) -> Explanation:
     """Everything about a recipe that was accepted."""
-    found, a, b = work.subject, base, done.program
+    subject, a, b = work.subject, base, done.program
     sides = layer.layers(a), layer.layers(b)
     counts = [layer.compare(x, y) for x, y in zip(*sides, strict=False)]
     most = max(range(len(counts)), key=counts.__getitem__)
     prompts = sorted({min(SHORT, b.facts.max_context - 1), b.facts.max_context - 1})
-    dense = costs.cache(a, found.sizes, {}, prompts, 0)
-    held = costs.cache(b, found.sizes, plan.methods, prompts, dense.slot)
-    read = costs.reading(found, a, a), costs.reading(found, a, b)
+    dense = costs.cache(a, subject.sizes, {}, prompts, 0)
+    held = costs.cache(b, subject.sizes, plan.methods, prompts, dense.slot)
+    read = costs.reading(subject, a, a), costs.reading(subject, a, b)
     out = Explanation(
-        asked, a.facts.name, plan.grade, _methods(plan), b.facts.max_context, notes=[*found.notes, *b.facts.notes],
+        asked, a.facts.name, plan.grade, _methods(plan), b.facts.max_context, notes=[*subject.notes, *b.facts.notes],
         rewrites=done.rewrites, before=_facts(a), after=_facts(b), drawn=most,
         changed_layers=[i for i, n in enumerate(counts) if n], pictures=(sides[0][most], sides[1][most]),
         cache=held, cache_base=dense, weights=read[1], weights_base=read[0], rates=measured,
@@ -314,7 +314,7 @@ def _told(
     if measured is not None:
         for prompt in prompts:
             both = [
-                costs.predict(p, found.sizes, w, c.tokens[prompt], measured)
+                costs.predict(p, subject.sizes, w, c.tokens[prompt], measured)
                 for p, w, c in ((a, read[0], dense), (b, read[1], held))
             ]
             out.speed[prompt] = (both[0], both[1])

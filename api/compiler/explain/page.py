@@ -91,8 +91,8 @@ def costs(e: Explanation) -> tuple[list[str], list[list[str]]]:
         return [], []
     base, made = e.cache_base, e.cache
     rows = [_row("KV of a token", base.slot, made.slot)]
-    if made.kept:
-        rows.append(["KV per kept token", "", bytes_text(made.kept), ""])
+    if made.kept_slot:
+        rows.append(["KV per kept token", "", bytes_text(made.kept_slot), ""])
     for prompt in made.tokens:
         rows.append(_row(f"KV after a prompt of {prompt}", base.bytes(prompt), made.bytes(prompt)))
     rows.append(_row("weights read per token", e.weights_base.total, e.weights.total))

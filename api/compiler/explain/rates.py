@@ -225,14 +225,14 @@ def _open(
     output: str,
     weights: list[Any],
     threads: int,
-    own: bool,
+    native: bool,
 ) -> Any:
     """A session over a chain of nodes; weights lie in a file, as an artifact's do."""
     result = helper.make_tensor_value_info(output, TensorProto.FLOAT, None)
     graph = helper.make_graph(nodes, "rates", inputs, [result], weights)
     domains = ("", "com.microsoft", DOMAIN)
     opsets = [helper.make_opsetid(d, {"": 24}.get(d, 1)) for d in domains]
-    path = folder / ("rates.native.onnx" if own else "rates.onnx")
+    path = folder / ("rates.native.onnx" if native else "rates.onnx")
     (folder / "rates.bin").unlink(missing_ok=True)
     onnx.save_model(
         helper.make_model(graph, opset_imports=opsets, ir_version=10), path,
@@ -241,10 +241,10 @@ def _open(
     return open_session(path, threads, resting=True)
 
 
-def _least(session: Any, given: dict[str, npt.NDArray[Any]], output: str) -> float:
+def _least(session: Any, inputs: dict[str, npt.NDArray[Any]], output: str) -> float:
     """The least seconds of some calls: whatever else the machine does only adds to them."""
     binding = session.io_binding()
-    for name, array in given.items():
+    for name, array in inputs.items():
         binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
     binding.bind_output(output, "cpu")
     best, end = float("inf"), time.perf_counter() + SECONDS

@@ -255,8 +255,8 @@ def _some(names: list[str]) -> str:
     return f"{many} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
 
 
-def _mismatch(path: Path, model: Any, name: str, found: Any, wanted: Any) -> CaptureError:
+def _mismatch(path: Path, model: Any, name: str, shape: Any, expected: Any) -> CaptureError:
     return CaptureError(
-        f"{path}: {name} is {list(found)} in the checkpoint and {list(wanted)} in {type(model).__name__} as its "
+        f"{path}: {name} is {list(shape)} in the checkpoint and {list(expected)} in {type(model).__name__} as its "
         "configuration describes it: checkpoint and configuration do not match"
     )

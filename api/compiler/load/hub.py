@@ -18,7 +18,7 @@ _LEFT = [  # other forms of the same weights; templates lie in a folder
 ]
 
 
-def model_folder(given: str | Path, download: bool = False) -> Path:
+def model_folder(name_or_path: str | Path, download: bool = False) -> Path:
     """The folder (or file) at a path, or else the snapshot of the repository of that id ("org/name").
 
     download: let huggingface_hub fetch what the cache lacks of it.
@@ -30,7 +30,7 @@ def model_folder(given: str | Path, download: bool = False) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
-    path, name = Path(given), str(given)
+    path, name = Path(name_or_path), str(name_or_path)
     if path.exists():
         return path
     near = near_beside(path)

@@ -29,7 +29,7 @@ def merged(
             f"merge_adapter: {adapter.path} goes by the names of modules, which a {type(model).__name__} does not "
             "keep; give the module, or its model directory"
         )
-    model, found = unwrapped(model), dict(stored)
+    model, params = unwrapped(model), dict(stored)
     tensors = dict(model.named_parameters(remove_duplicate=False))
     shared = _shared(tensors)
     for name, array in adapter.replaced.items():
@@ -45,7 +45,7 @@ def merged(
                     f"adapter {adapter.path}: {name} and {other} are one tensor in the model, and the adapter saves "
                     f"{saves}; untie the two in the base model (tie_word_embeddings) and compile that"
                 )
-        found[tensors[name]] = Stored(value)
+        params[tensors[name]] = Stored(value)
     for update in adapter.updates:
         name, change = _change(model, tensors, adapter, update)
         if len(names := shared[tensors[name]]) > 1:
@@ -54,8 +54,8 @@ def merged(
                 f"{next(n for n in names if n != name)}, so merging it would change both; merge it with peft "
                 "(merge_and_unload), untie the two and compile that"
             )
-        _set(found, tensors[name], change)
-    return found
+        _set(params, tensors[name], change)
+    return params
 
 
 def _shared(tensors: Mapping[str, Tensor]) -> dict[Tensor, list[str]]:
@@ -176,10 +176,10 @@ def _missing(adapter: PeftAdapter, tensor: str, name: str, known: Mapping[str, T
 
 
 def _same(
-    adapter: PeftAdapter, tensor: str, size: torch.Size, name: str, wanted: torch.Size
+    adapter: PeftAdapter, tensor: str, size: torch.Size, name: str, expected: torch.Size
 ) -> None:
-    if size != wanted:
+    if size != expected:
         raise InputError(
-            f"adapter {adapter.path}: {tensor} is for a weight {list(size)}, and the model's {name} is {list(wanted)}; "
-            f"{adapter.another}"
+            f"adapter {adapter.path}: {tensor} is for a weight {list(size)}, and the model's {name} is "
+            f"{list(expected)}; {adapter.another}"
         )

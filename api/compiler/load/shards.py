@@ -131,9 +131,9 @@ class _Entry:
     end: int
 
 
-def _entry(path: Path, name: str, told: Any) -> _Entry:
+def _entry(path: Path, name: str, described: Any) -> _Entry:
     """Raises CaptureError for a type that accel does not read, ValueError for what does not fit together."""
-    given = told if isinstance(told, dict) else {}
+    given = described if isinstance(described, dict) else {}
     dtype, shape, place = (given.get(key) for key in ("dtype", "shape", "data_offsets"))
     if isinstance(dtype, str) and dtype and dtype not in _DTYPES:
         raise CaptureError(
@@ -141,7 +141,7 @@ def _entry(path: Path, name: str, told: Any) -> _Entry:
             "checkpoint in one of those"
         )
     if not isinstance(dtype, str) or not dtype or not _numbers(shape) or not _numbers(place):
-        raise ValueError(f"{name} is {shown(told)}, not a type, a shape and a place")
+        raise ValueError(f"{name} is {shown(described)}, not a type, a shape and a place")
     bytes_ = prod(shape) * _DTYPES[dtype].itemsize
     if len(place) != 2 or place[1] - place[0] != bytes_:
         raise ValueError(f"{name} is {dtype} {shape}, which bytes {place} do not hold")

@@ -186,10 +186,10 @@ def open_source(path: Path) -> Source:
     return Gguf(path) if is_gguf(path) else Folder(path)
 
 
-def tokenizer_of(given: Any, source: Source | None) -> Tokenizer | None:
+def tokenizer_of(tokenizer: Any, source: Source | None) -> Tokenizer | None:
     """The tokenizer that a user gives (`read_tokenizer`), or else that of the model. Raises CaptureError."""
-    if given is not None:
-        return read_tokenizer(given)
+    if tokenizer is not None:
+        return read_tokenizer(tokenizer)
     return None if source is None else source.tokenizer
 
 

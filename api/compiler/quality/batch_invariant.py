@@ -42,14 +42,14 @@ def _broken(said: str, off: float, variant: str) -> Miscompiled:
     )
 
 
-def batch_difference(one: Session, batch: Session, width: int = 5, seed: int = 0) -> float:
+def batch_difference(single: Session, batch: Session, width: int = 5, seed: int = 0) -> float:
     """How far the first row of a batch is from the same row alone: a call of `width` tokens, then one of a single
     token. Both sessions are rewound to their beginning before.
     """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, batch.vocab_size, (batch.batch, min(width + 1, batch.max_context)))
     found = []
-    for session in (one, batch):
+    for session in (single, batch):
         session.rewind(0)
         given = tokens[: session.batch]
         found.append([session.run(given[:, :-1])[:1], session.run(given[:, -1:])[:1]])
@@ -57,34 +57,34 @@ def batch_difference(one: Session, batch: Session, width: int = 5, seed: int = 0
     return _apart(together, alone)
 
 
-def difference(session: Session, held: int, width: int, seed: int = 0) -> float:
-    """How far the rows of one call of `width` tokens, after `held` others, are from those of single
+def difference(session: Session, context: int, width: int, seed: int = 0) -> float:
+    """How far the rows of one call of `width` tokens, after `context` others, are from those of single
     calls; 0 only where every bit is the same. The session is rewound to its beginning before.
     """
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, session.vocab_size, (session.batch, held + width))
+    tokens = rng.integers(0, session.vocab_size, (session.batch, context + width))
     session.rewind(0)
-    if held:
-        session.run(tokens[:, :held])
-    together = session.run(tokens[:, held:])
-    session.rewind(held)
-    alone = [session.run(tokens[:, [i]]) for i in range(held, held + width)]
+    if context:
+        session.run(tokens[:, :context])
+    together = session.run(tokens[:, context:])
+    session.rewind(context)
+    alone = [session.run(tokens[:, [i]]) for i in range(context, context + width)]
     return _apart(together, np.concatenate(alone, axis=1))
 
 
-def tree_difference(session: Session, held: int, width: int, seed: int = 0) -> float:
+def tree_difference(session: Session, context: int, width: int, seed: int = 0) -> float:
     """The same of a tree of `width` tokens in which each third one begins another branch, and of its paths in single
     calls; and of the token after the longest one that is kept.
     """
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, session.vocab_size, (session.batch, held + width))
+    tokens = rng.integers(0, session.vocab_size, (session.batch, context + width))
     parents = [max(0, i - 1 - i % 3) if i % 3 == 2 else i - 1 for i in range(1, width)]
     tree = Tree(np.arange(1, width), np.array(parents, np.int64) - 1)
     session.rewind(0)
-    if held:
-        session.run(tokens[:, :held])
+    if context:
+        session.run(tokens[:, :context])
     seen = np.repeat(tree.mask[None], session.batch, axis=0)
-    together = session.guess(tokens[:, held:], seen)
+    together = session.guess(tokens[:, context:], seen)
     paths = [np.flatnonzero(row) for row in tree.mask]
     last = max(paths, key=len)
     session.keep([last] * session.batch)
@@ -93,11 +93,11 @@ def tree_difference(session: Session, held: int, width: int, seed: int = 0) -> f
     )
     alone = []
     for path in paths:
-        session.rewind(held)
-        alone.append([session.run(tokens[:, [held + i]]) for i in path][-1])
-    session.rewind(held)
+        session.rewind(context)
+        alone.append([session.run(tokens[:, [context + i]]) for i in path][-1])
+    session.rewind(context)
     for i in last:
-        session.run(tokens[:, [held + i]])
+        session.run(tokens[:, [context + i]])
     alone += [session.run(tokens[:, :1])] if follows else []
     return _apart(np.concatenate([together, *follows], axis=1), np.concatenate(alone, axis=1))
 

@@ -21,36 +21,36 @@ _HELD_OUT = 5  # one row of so many is for measuring
 _FEWEST = 32  # tokens of a text
 
 
-def read_calibration(given: Any) -> str | Tensor | None:
+def read_calibration(source: Any) -> str | Tensor | None:
     """What `optimize` is given, read: a text file's text, or token ids [n,T] or [tokens].
 
     Raises:
         InputError: there is no such file, or it is neither.
     """
-    if given is None:
+    if source is None:
         return None
-    if isinstance(given, (str, Path)):
+    if isinstance(source, (str, Path)):
         try:
-            return Path(given).read_text(encoding="utf-8")
+            return Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(
-                f"calibration: {given} cannot be read as a text file: {error}; give the path of a "
+                f"calibration: {source} cannot be read as a text file: {error}; give the path of a "
                 "UTF-8 text, or token ids"
             ) from error
     try:
-        tokens = torch.as_tensor(given)
+        tokens = torch.as_tensor(source)
     except (TypeError, ValueError, RuntimeError):
         tokens = None
     if tokens is None or tokens.dim() not in (1, 2) or tokens.is_floating_point():
         raise InputError(
-            f"calibration is a {type(given).__name__}; give the path of a text file, or token ids "
+            f"calibration is a {type(source).__name__}; give the path of a text file, or token ids "
             "[n,T] in rows of equal length"
         )
     return tokens.long()
 
 
 def make_calibration(
-    given: str | Tensor | None,
+    text_or_ids: str | Tensor | None,
     tokenizer: Tokenizer | None,
     facts: Facts,
     progress: Callable[[str, float], None],
@@ -61,15 +61,15 @@ def make_calibration(
         InputError: a text without a tokenizer, ids that the vocabulary lacks, or too few of them.
     """
     rows = None
-    if isinstance(given, Tensor):
-        rows = _of_tokens(given, facts)
-    elif given is not None:
+    if isinstance(text_or_ids, Tensor):
+        rows = _of_tokens(text_or_ids, facts)
+    elif text_or_ids is not None:
         if tokenizer is None:
             raise InputError(
                 f"calibration: {facts.name} has no tokenizer for a text; pass "
                 "tokenizer=…, or give token ids"
             )
-        rows = _of_text(given, tokenizer, facts)
+        rows = _of_text(text_or_ids, tokenizer, facts)
     elif tokenizer is not None:
         rows = _bundled(tokenizer, facts)
     if rows is None:
@@ -78,7 +78,7 @@ def make_calibration(
         return Calibration(drawn.tokens, drawn.held_out, drawn.source, progress)
     measured = torch.arange(len(rows)) % _HELD_OUT == _HELD_OUT - 1
     measured[-1] = True
-    source = "bundled" if given is None else "given"
+    source = "bundled" if text_or_ids is None else "given"
     return Calibration(rows[~measured], rows[measured], source, progress)
 
 

@@ -240,12 +240,12 @@ def compare(model: nn.Module, compiled: CompiledModel, turns: bool = False) -> d
     if depth is not None and depth.threshold is not None:
         runs["threshold"] = NEVER
     crossed = compiled.facts.encoder is not None
-    given = sources(model, RAGGED) if crossed else None  # of an encoder, for each row
-    counted = crossed and given is not None and not given.is_floating_point()
+    encoder_input = sources(model, RAGGED) if crossed else None  # of an encoder, for each row
+    counted = crossed and encoder_input is not None and not encoder_input.is_floating_point()
 
     def see(part: str, got: Any, tokens: Any, rows: slice, row: int = 0) -> None:
         """Note the error of some rows of the logits of one whole sequence."""
-        source = None if given is None else given[row : row + 1]
+        source = None if encoder_input is None else encoder_input[row : row + 1]
         if source is not None and counted:
             source = source[:, : RAGGED[row]]
         want = own_logits(model, torch.tensor([list(map(int, tokens))]), source)[0]
@@ -257,8 +257,8 @@ def compare(model: nn.Module, compiled: CompiledModel, turns: bool = False) -> d
     end = min(first + STEPS, room)
     kept = min(KEPT, first)
     with compiled.session(1) as session:
-        if given is not None:
-            session.encode(given[:1].numpy(), RAGGED[:1] if counted else None)
+        if encoder_input is not None:
+            session.encode(encoder_input[:1].numpy(), RAGGED[:1] if counted else None)
         see("prefill", session.run(ids[:1, :first], **runs)[0], ids[0, :first], slice(0, first))
         for i in range(first, end):
             see(
@@ -276,8 +276,8 @@ def compare(model: nn.Module, compiled: CompiledModel, turns: bool = False) -> d
         see("rewind", session.run(other[None, kept:], **runs)[0], other, slice(kept, room))
     lengths = [min(n, room - 1) for n in RAGGED]
     with compiled.session(len(RAGGED)) as session:
-        if given is not None:
-            session.encode(given.numpy(), RAGGED if counted else None)
+        if encoder_input is not None:
+            session.encode(encoder_input.numpy(), RAGGED if counted else None)
         logits = session.run(ids[:, : max(lengths)], lengths, **runs)
         after = session.run(ids[:, room : room + 1], **runs)
     for row, length in enumerate(lengths):

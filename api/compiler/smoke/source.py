@@ -30,38 +30,38 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
 
-def small_model(given: Any, trust_remote_code: bool = False) -> Source:
+def small_model(model: Any, trust_remote_code: bool = False) -> Source:
     """The small random-weight model that stands for what was given.
 
     Raises:
         CaptureError: there is no such model, or no small one can be made of it.
     """
-    if isinstance(given, nn.Module) and inspect(given).hugging_face:
-        return _cloned(given.config, type(given))
-    if isinstance(given, nn.Module):
-        return _as_it_is(given, type(given).__name__)
-    if hasattr(given, "to_diff_dict"):
-        check_type(given.model_type, type(given).__name__, given.to_dict())
-        return _cloned(given)
-    if not isinstance(given, (str, Path)):
+    if isinstance(model, nn.Module) and inspect(model).hugging_face:
+        return _cloned(model.config, type(model))
+    if isinstance(model, nn.Module):
+        return _as_it_is(model, type(model).__name__)
+    if hasattr(model, "to_diff_dict"):
+        check_type(model.model_type, type(model).__name__, model.to_dict())
+        return _cloned(model)
+    if not isinstance(model, (str, Path)):
         raise CaptureError(
-            f"cannot make a small model of a {type(given).__name__}; give a model directory, a config.json, "
+            f"cannot make a small model of a {type(model).__name__}; give a model directory, a config.json, "
             "a transformers configuration or model type, package.module:callable, or an nn.Module"
         )
-    path = Path(given)
+    path = Path(model)
     if path.exists():
         config = open_source(path).config(trust_remote_code)  # its weights are not read
         return _cloned(config, trust_remote_code=trust_remote_code)
-    name = str(given)
+    name = str(model)
     if ":" in name:
         return _as_it_is(_called(name), name)
     if (
-        isinstance(given, Path)
+        isinstance(model, Path)
         and len(path.parts) > 1
         or "/" in name
         or name.endswith((".json", ".gguf"))
     ):
-        raise CaptureError(f"{given} does not exist; give a directory with a config.json")
+        raise CaptureError(f"{model} does not exist; give a directory with a config.json")
     return _of_type(name)
 
 

@@ -119,13 +119,13 @@ _DERIVED = {
 }
 
 
-def small_config(model_type: str, layers: int = 2, **own: Any) -> Any:
+def small_config(model_type: str, layers: int = 2, **overrides: Any) -> Any:
     """A small configuration of a transformers model type, with every kind of layer that it has.
 
     Args:
         model_type: as in `config.json`.
         layers: how many; more where the type repeats a longer pattern of layers.
-        own: fields set as given, e.g. `tie_word_embeddings`.
+        overrides: fields set as given, e.g. `tie_word_embeddings`.
 
     Raises:
         CaptureError: transformers knows no such type, or the type takes no small sizes.
@@ -137,14 +137,14 @@ def small_config(model_type: str, layers: int = 2, **own: Any) -> Any:
         raise CaptureError(unknown("model type", model_type, names))
     kind = CONFIG_MAPPING[model_type]
     try:
-        return _shrunk(kind(), layers, **own)
+        return _shrunk(kind(), layers, **overrides)
     except Exception as error:
         raise CaptureError(
             f"no small configuration of {model_type}: {type(error).__name__}: {error}"
         ) from error
 
 
-def _shrunk(config: Any, layers: int = 2, **own: Any) -> Any:
+def _shrunk(config: Any, layers: int = 2, **overrides: Any) -> Any:
     """A small configuration of the same architecture as `config`."""
     fields = _fields(config.to_dict(), layers)
     given = _OWN.get(config.model_type, {})
@@ -154,7 +154,7 @@ def _shrunk(config: Any, layers: int = 2, **own: Any) -> Any:
     fields |= given
     if "is_decoder" in config.to_dict() and not getattr(config, "is_encoder_decoder", False):
         fields["is_decoder"] = True
-    return type(config)(**{**fields, **own})
+    return type(config)(**{**fields, **overrides})
 
 
 def _fields(default: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -185,9 +185,9 @@ def _depth(default: dict[str, Any]) -> int:
     return next((default[n] for n in _LAYERS if isinstance(default.get(n), int)), 0)
 
 
-def _layers(default: dict[str, Any], wanted: int) -> int:
-    """The fewest layers, `wanted` at least, among which every kind of layer occurs."""
-    depth, count = _depth(default), wanted
+def _layers(default: dict[str, Any], least: int) -> int:
+    """The fewest layers, `least` at least, among which every kind of layer occurs."""
+    depth, count = _depth(default), least
     for value in default.values():
         if isinstance(value, list) and len(value) == depth:
             kinds = {str(v) for v in value}

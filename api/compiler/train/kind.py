@@ -22,7 +22,7 @@ class Made:
     """A part's file, and what to say of it; no file: the run was left, and can go on."""
 
     file: Path | None
-    told: str
+    message: str
 
 
 class Kind(ABC):

@@ -46,13 +46,13 @@ class TrainOptions:
                 raise InputError(f"{name} is {shown(value)}; give more than 0")
 
     @classmethod
-    def of(cls, key: str, given: Mapping[str, Any]) -> TrainOptions:
+    def of(cls, key: str, settings: Mapping[str, Any]) -> TrainOptions:
         """Those that are given; others as the part that comes with accel was made."""
-        told = parts()[key].told if key in parts() else {}
+        bundled = parts()[key].settings if key in parts() else {}
         own: dict[str, Any] = {f.name: type(f.default) for f in fields(cls)}
-        as_told = {n: own[n](v) for n, v in told.items() if own.get(n) in (int, float)}
-        return cls(**{**as_told, **given})
+        as_told = {n: own[n](v) for n, v in bundled.items() if own.get(n) in (int, float)}
+        return cls(**{**as_told, **settings})
 
-    def told(self, *names: str) -> dict[str, str]:
+    def as_text(self, *names: str) -> dict[str, str]:
         """These, for a part's file."""
         return {name: str(getattr(self, name)) for name in names}

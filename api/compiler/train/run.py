@@ -87,7 +87,7 @@ class Run(Kind):
             return Made(
                 None, f"left after {run.step} steps; {losses}; the same with resume=True goes on"
             )
-        told = options.told("budget", "pressure", "length", "rows", "inner", "rate", "seed")
+        told = options.as_text("budget", "pressure", "length", "rows", "inner", "rate", "seed")
         told |= {"steps": str(run.step), "seconds": str(round(run.seconds))}
         told |= {n: f"{v:.4f}" for n, v in means.items()}
         by = made_by(method, read)

@@ -31,7 +31,7 @@ from accel.lowering.onnx.threads import default_threads
 def train(
     method: str,
     model: str | Path,
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     *,
     tokenizer: Any = None,
     download: bool = False,
@@ -40,15 +40,15 @@ def train(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Made:
-    """The part of a method, or of the one that a recipe file names with its options, for a model: in `given["out"]`, or
-    in the user's cache, where builds find it. given: fields of `TrainOptions`. model, tokenizer, download,
+    """The part of a method, or of the one that a recipe file names with its options, for a model: in `settings["out"]`,
+    or in the user's cache, where builds find it. settings: fields of `TrainOptions`. model, tokenizer, download,
     trust_remote_code: as `optimize` takes them. rows: of another kind than those of a text. progress, say: as `Source`.
 
     Raises:
         AccelError: with the place, the reason and the next step.
     """
-    one = method_of(method, given)
-    options = TrainOptions.of(one.key, given)
+    one = method_of(method, settings)
+    options = TrainOptions.of(one.key, settings)
     kind = kind_of(type(one))
     if kind is None:
         raise InputError(f"{one.key} has nothing to train")
@@ -67,10 +67,10 @@ def train(
         torch.set_num_threads(before)
 
 
-def method_of(name: str, given: Mapping[str, Any]) -> Any:
+def method_of(name: str, settings: Mapping[str, Any]) -> Any:
     """The method of that name, or the one with a part of a recipe file. Raises AccelError."""
     known = trained_methods()
-    beside = {"aux": str(given["aux"])} if given.get("aux") is not None else {}
+    beside = {"aux": str(settings["aux"])} if settings.get("aux") is not None else {}
     if name.endswith(".toml"):
         tables = Recipe.load(name).tables
         mine = {axis: t for axis, t in tables.items() if known.get(t["use"], ("",))[0] == axis}

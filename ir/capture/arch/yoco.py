@@ -93,7 +93,7 @@ class Yoco(nn.Module):
         c = self.config = config
         half = c.num_hidden_layers // 2
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.own = nn.ModuleList(YocoLayer(c, c.window) for _ in range(half))
+        self.self_decoder = nn.ModuleList(YocoLayer(c, c.window) for _ in range(half))
         self.middle = nn.RMSNorm(c.hidden_size, 1e-6)
         width = c.num_key_value_heads * c.head_dim
         self.k, self.v = (nn.Linear(c.hidden_size, width, bias=False) for _ in "kv")
@@ -105,7 +105,7 @@ class Yoco(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         angles = torch.arange(tokens.shape[1])[:, None] * self.speed
-        for layer in self.own:
+        for layer in self.self_decoder:
             x = layer(x, angles)
         h, groups = self.middle(x), self.config.num_key_value_heads
         shared = turned(heads(self.k(h), groups), angles), heads(self.v(h), groups)

@@ -43,7 +43,7 @@ class _Graph:
 
     def __init__(self, b: Builder, outputs: Collection[str]):
         self.b = b
-        self.kept = set(outputs)
+        self.outputs = set(outputs)
         self.made = {o: n for n in b.nodes for o in n.output}
         self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in b.nodes:
@@ -60,13 +60,13 @@ class _Graph:
 
     def only(self, value: str, op: str, domain: str = "") -> onnx.NodeProto | None:
         """The same where one node reads the value, once, and nobody else needs it."""
-        lonely = len(self.readers[value]) == 1 and value not in self.kept
+        lonely = len(self.readers[value]) == 1 and value not in self.outputs
         return self.maker(value, op, domain) if lonely else None
 
     def reader(self, value: str, op: str) -> onnx.NodeProto | None:
         """The one node that reads the value, where it is of that kind."""
         found = self.readers[value]
-        lonely = len(found) == 1 and value not in self.kept
+        lonely = len(found) == 1 and value not in self.outputs
         return found[0] if lonely and found[0].op_type == op else None
 
     def rank(self, name: str) -> int | None:
@@ -111,7 +111,7 @@ def _norms(g: _Graph) -> None:
         readers = g.readers[norm.output[0]]
         x, weight = norm.input[0], norm.input[1]
         last = attributes(norm).get("axis", -1) in (-1, (g.rank(x) or 0) - 1)
-        if not last or norm.output[0] in g.kept or g.rank(weight) != 1:
+        if not last or norm.output[0] in g.outputs or g.rank(weight) != 1:
             continue
         if all(_is_linear(n) and list(n.input).count(norm.output[0]) == 1 for n in readers):
             for linear in readers:

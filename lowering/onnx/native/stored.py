@@ -47,7 +47,7 @@ class Stored:
     coarse: str | None = None
 
     @property
-    def beside(self) -> Names:
+    def extra_operands(self) -> Names:
         """In the order of native/attention.cc."""
         left, right = self.product or (None, None)
         value, place = self.numbers or (None, None)
@@ -56,7 +56,7 @@ class Stored:
     @property
     def plain(self) -> bool:
         """Whether nothing lies beside the codes."""
-        return bool(self.codes.bits) and not any(self.beside)
+        return bool(self.codes.bits) and not any(self.extra_operands)
 
 
 def stored_of(b: Builder, value: str) -> Stored | None:
@@ -97,10 +97,13 @@ def _numbers(b: Builder, x: str, value: str, place: str, rows: int, along: str) 
     return replace(found, numbers=(value, place), down=int(along == "rows"))
 
 
-def _bare(found: Stored | None, rows: int) -> bool:
+def _bare(stored: Stored | None, rows: int) -> bool:
     """Whether something may lie beside it."""
     return (
-        found is not None and found.codes.bits > 0 and found.codes.rows == rows and not found.coarse
+        stored is not None
+        and stored.codes.bits > 0
+        and stored.codes.rows == rows
+        and not stored.coarse
     )
 
 

@@ -30,8 +30,8 @@ def farthest_first(b: Builder, x: str, real: str, nearest: str, count: str) -> A
     )
     last = b.node("Cast", steps, to=DTYPES[torch.float32])
 
-    def node(op: str, *given: str, out: str, **attributes: Any) -> Any:
-        return helper.make_node(op, list(given), [f"far.{out}"], name=f"far.{out}", **attributes)
+    def node(op: str, *inputs: str, out: str, **attributes: Any) -> Any:
+        return helper.make_node(op, list(inputs), [f"far.{out}"], name=f"far.{out}", **attributes)
 
     body = helper.make_graph(
         [

@@ -32,10 +32,10 @@ def page_range(
     )
     filled = b.node("Unsqueeze", filled, b.ints(1, 3))
 
-    def stored(held: str, op: str) -> str:
-        before = b.node("Squeeze", kv_pages(b, held, first, count, 1), b.ints(3))
+    def stored(buffer: str, op: str) -> str:
+        before = b.node("Squeeze", kv_pages(b, buffer, first, count, 1), b.ints(3))
         new = b.node("Where", filled, b.node(op, read, b.ints(3), keepdims=0), before)
-        return str(kv_append(b, held, new, first))
+        return str(kv_append(b, buffer, new, first))
 
     return stored(high, "ReduceMax"), stored(low, "ReduceMin")
 
@@ -79,8 +79,8 @@ def best_pages(
         b.constant(page, torch.int64),
     )
     ahead = b.node("Range", b.constant(0, torch.int64), b.size(q_pos, 1), one)
-    own = b.node("Div", b.node("Add", b.node("Unsqueeze", slots, b.ints(1)), ahead), wide)
-    own = b.node("Unsqueeze", own, b.ints(1, 3))  # [B,1,T,1]
+    own_page = b.node("Div", b.node("Add", b.node("Unsqueeze", slots, b.ints(1)), ahead), wide)
+    own_page = b.node("Unsqueeze", own_page, b.ints(1, 3))  # [B,1,T,1]
     last = b.node("Sub", b.size(k_pos, 1), one)
     total = b.node("Add", b.node("Div", last, wide), one)
     numbers = b.node("Range", b.constant(0, torch.int64), total, one)
@@ -88,13 +88,13 @@ def best_pages(
     newest = b.node("Gather", k_pos, b.node("Min", ends, last), axis=1)
     newest = b.node("Unsqueeze", newest, b.ints(1, 2))  # [B,1,1,N]
     seen = visible(b, b.node("Unsqueeze", q_pos, b.ints(1, 3)), newest, mask, window)
-    seen = str(b.node("And", seen, b.node("Less", numbers, own)))
+    seen = str(b.node("And", seen, b.node("Less", numbers, own_page)))
     worth = b.node("Where", b.node("IsNaN", worth), highest, worth)
     worth = b.node("Where", seen, worth, lowest)
     some = b.node("Reshape", b.node("Min", total, b.constant(count - 1, torch.int64)), b.ints(1))
     best, listed = b.node("TopK", worth, some, outputs=2)
     listed = b.node("Where", b.node("Equal", best, lowest), b.constant(-1, torch.int64), listed)
-    return b.node("Concat", b.node("Expand", own, b.ints(1, groups, 1, 1)), listed, axis=3)
+    return b.node("Concat", b.node("Expand", own_page, b.ints(1, groups, 1, 1)), listed, axis=3)
 
 
 @lower(choice.key_products.default)

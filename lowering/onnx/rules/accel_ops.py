@@ -221,12 +221,12 @@ def _gumbel(b: Builder, x: mass.Drawn[str]) -> str:
     def left(value: str) -> str:
         return str(b.node("Mod", value, prime))
 
-    def squared(found: str, more: int) -> str:
-        return left(b.node("Add", b.node("Mul", found, found), number(more)))
+    def squared(value: str, more: int) -> str:
+        return left(b.node("Add", b.node("Mul", value, value), number(more)))
 
-    def mixed(found: str, more: str) -> str:
+    def mixed(value: str, more: str) -> str:
         more = b.node("Add", more, number(1))
-        return squared(left(b.node("Add", b.node("Mul", found, number(48271)), more)), 12345)
+        return squared(left(b.node("Add", b.node("Mul", value, number(48271)), more)), 12345)
 
     assert x.layer is not None, "where there is noise"
     heads = b.constant(torch.arange(1, groups * repeat + 1).reshape(1, groups, repeat, 1))
@@ -359,7 +359,7 @@ def _own(b: Builder, x: Operands) -> str:
 
 
 def _hidden(
-    b: Builder, q_pos: str, k_pos: str, mask: str, window: int, own: str | None = None
+    b: Builder, q_pos: str, k_pos: str, mask: str, window: int, tree_mask: str | None = None
 ) -> str:
     """[B,1,T,C] ([B,G,T,P] for positions [B,G,P]): 0 where the query may look, the lowest finite
     number elsewhere.
@@ -371,8 +371,8 @@ def _hidden(
         "Unsqueeze", k_pos, b.ints(*((1, 2) if b.rank(k_pos) == 2 else (2,)))
     )  # [B,1 or G,1,C]
     seen = visible(b, q, k, mask, window)
-    if own is not None:
-        seen = str(b.node("And", seen, own))
+    if tree_mask is not None:
+        seen = str(b.node("And", seen, tree_mask))
     return str(
         b.node("Where", seen, b.constant(0.0, torch.float32), b.constant(_NOTHING, torch.float32))
     )

@@ -293,7 +293,7 @@ def _over_blocks(
     given += [None] * (4 - 4 * bool(kept)) if new else []
     if new:
         return b.node("AttentionCodes", *given, *_last(x, table), **settings)
-    beside = [part for found in (k, v) for part in found.beside]
+    beside = [part for found in (k, v) for part in found.extra_operands]
     return b.node("AttentionGroups", *given, *_last(x, table), *beside, k.coarse, **settings)
 
 

@@ -53,7 +53,7 @@ def _encoded(row):
 
 @triton.jit
 def place_coded(
-    x, codes, scales, slots, positions, cos, sin, T, groups, held, half, x_b, x_h, x_t, p_b,
+    x, codes, scales, slots, positions, cos, sin, T, groups, capacity, half, x_b, x_h, x_t, p_b,
     D: tl.constexpr, TURN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As `place`: x, turned and rounded, into codes int8 [B,G,C,D] and scales [B,G,C]."""
@@ -61,7 +61,7 @@ def place_coded(
     b = tl.program_id(1).to(tl.int64)
     t, g, real = m // groups, m % groups, m < T * groups
     d = tl.arange(0, BLOCK)[None, :]
-    slot = (b * groups + g) * held + tl.load(slots + b) + t
+    slot = (b * groups + g) * capacity + tl.load(slots + b) + t
     position = t[:, None]
     if TURN != "no":
         position = tl.load(positions + b * p_b + t, mask=real, other=0)[:, None]
@@ -73,19 +73,19 @@ def place_coded(
 
 @triton.jit
 def place(
-    x, y, buffer, second, slots, positions, cos, sin, T, groups, held, half,
+    x, y, buffer, second, slots, positions, cos, sin, T, groups, capacity, half,
     x_b, x_h, x_t, y_b, y_h, y_t, p_b,
     D: tl.constexpr, DY: tl.constexpr, TURN: tl.constexpr, BOTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(T·G / ROWS), B): x [B,G,T,D], turned, into buffer [B,G,C,D], C = held; where BOTH, y
+    """Grid (ceil(T·G / ROWS), B): x [B,G,T,D], turned, into buffer [B,G,C,D], C = capacity; where BOTH, y
     [B,G,T,DY] as it is into `second`. Row b fills the slots slots[b] .. slots[b]+T-1.
     """
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1).to(tl.int64)
     t, g, real = m // groups, m % groups, m < T * groups
     d = tl.arange(0, BLOCK)[None, :]
-    slot = ((b * groups + g) * held + tl.load(slots + b) + t)[:, None]
+    slot = ((b * groups + g) * capacity + tl.load(slots + b) + t)[:, None]
     position = t[:, None]
     if TURN != "no":
         position = tl.load(positions + b * p_b + t, mask=real, other=0)[:, None]

@@ -121,12 +121,12 @@ class Builder:
             self._params[name] = node
         return self._params[name]
 
-    def _settle(self, kept: dict[str, fx.Node]) -> None:
+    def _settle(self, next_states: dict[str, fx.Node]) -> None:
         """Leave each state's next value in its buffer: what was not written there is copied at the end."""
         for node in list(self.graph.nodes):
             self._guard(node)
         moved = {}
-        for name, node in kept.items():
+        for name, node in next_states.items():
             if self.states[name] not in (node, node.meta.get("writes")):
                 moved[name] = node if _is_new(node) else self.call(aten.clone.default, node)
         for name, node in moved.items():

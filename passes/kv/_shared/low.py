@@ -67,7 +67,7 @@ class Form:
 
     def states(self, layer: int, heads: int, widths: Mapping[str, int]) -> dict[str, State]:
         """The state of a layer whose KV heads have keys and values ("k", "v") of so many numbers; by what a site's
-        `kept` calls it.
+        `kept_values` call it.
         """
         more = f"_{self.number}" if self.number else ""
         slots, times = f"Q{layer}{more}", f"E{layer}{more}"
@@ -114,16 +114,20 @@ def read(
     editor: Editor,
     keep: Keep,
     node: fx.Node,
-    kept: dict[str, fx.Node],
-    held: dict[str, fx.Node],
+    kept_operands: dict[str, fx.Node],
+    kept_values: dict[str, fx.Node],
 ) -> dict[str, fx.Node]:
-    """State `low.<layer>.…` [B,G,Q,…] of a layer's attention, each head its own tokens, noted in `held`; and
+    """State `low.<layer>.…` [B,G,Q,…] of a layer's attention, each head its own tokens, noted in `kept_values`; and
     what attention is to read as kept: these, decoded, before what was.
     """
-    layer, batch = int(node.meta["layer"]), kept["kept_pos"].meta["val"].shape[0]
-    heads = int(sizes(kept["kept_pos"])[1])
-    roles = (Part.KEYS,) if kept["kept_k"] is kept["kept_v"] else (Part.KEYS, Part.VALUES)
-    widths = {str(role): int(sizes(kept[f"kept_{role}"])[3]) for role in roles}
+    layer, batch = int(node.meta["layer"]), kept_operands["kept_pos"].meta["val"].shape[0]
+    heads = int(sizes(kept_operands["kept_pos"])[1])
+    roles = (
+        (Part.KEYS,)
+        if kept_operands["kept_k"] is kept_operands["kept_v"]
+        else (Part.KEYS, Part.VALUES)
+    )
+    widths = {str(role): int(sizes(kept_operands[f"kept_{role}"])[3]) for role in roles}
     own: dict[str, fx.Node] = {}
     for form in forms(keep):
         states, letters = form.states(layer, heads, widths), {"B": batch}
@@ -131,8 +135,8 @@ def read(
             example = (_LOW, _CAME)[i] + layer + 17 * form.number
             letters[letter] = editor.symbol(letter, example)
         own |= {name: buffer(program, editor, state, letters) for name, state in states.items()}
-    held |= own
-    found: dict[str, Any] = {}
+    kept_values |= own
+    operands: dict[str, Any] = {}
     for role, width in widths.items():
         names = [name for form in forms(keep) for name in form.reads(role, width)]
 
@@ -144,21 +148,21 @@ def read(
             return torch.cat((*low, high), dim=2)
 
         with editor.graph.inserting_before(node):
-            found[f"kept_{role}"] = trace(
+            operands[f"kept_{role}"] = trace(
                 editor,
                 f"low.{layer}",
                 joined,
-                kept[f"kept_{role}"],
+                kept_operands[f"kept_{role}"],
                 *(own[name] for name in names),
                 like=node,
                 key=("low", keep, role, width),
             )
     where = [own[_name(Part.POSITIONS, form.detail())] for form in forms(keep)]
     with editor.graph.inserting_before(node):
-        found["kept_pos"] = editor.call(
-            torch.ops.aten.cat.default, [*where, kept["kept_pos"]], 2, like=node
+        operands["kept_pos"] = editor.call(
+            torch.ops.aten.cat.default, [*where, kept_operands["kept_pos"]], 2, like=node
         )
-    return {"kept_v": found["kept_k"], **found}
+    return {"kept_v": operands["kept_k"], **operands}
 
 
 def demoted(
@@ -212,9 +216,9 @@ def _in_bytes(number: Tensor) -> Tensor:
     return torch.stack([number // 256**i % 256 for i in range(_BYTES)], dim=-1).to(torch.uint8)
 
 
-def _number(given: Tensor) -> Tensor:
+def _number(raw_bytes: Tensor) -> Tensor:
     """The number [...] of bytes [...,3]."""
-    found = given[..., 0].long()
+    found = raw_bytes[..., 0].long()
     for i in range(1, _BYTES):
-        found = found + given[..., i].long() * 256**i
+        found = found + raw_bytes[..., i].long() * 256**i
     return found

@@ -15,8 +15,8 @@ from accel.ir.program import Program, operand
 from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.calibrate import calibrate
-from accel.passes.kv._shared.beside import reader
 from accel.passes.kv._shared.cached import appends
+from accel.passes.kv._shared.second_model import reader
 from accel.passes.trained import Parts, product
 
 Text = Iterable[tuple[Tensor, Tensor]]  # tokens [B,T+1], which of them can be predicted [B,T]
@@ -56,16 +56,16 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
         for i, n in some.items()
         if n.target is rope.default
     }
-    read = None if program.beside is None else reader(program.beside)
+    read = None if program.second_model is None else reader(program.second_model)
     for tokens, known in text:
-        found: dict[int, Observed] = {}
+        layers: dict[int, Observed] = {}
         hidden: list[Tensor] = []
         before: dict[int, dict[str, Tensor]] = {i: {} for i in nodes}
 
         def visit(
             node: fx.Node,
             *operands: Tensor,
-            found: dict[int, Observed] = found,
+            observed: dict[int, Observed] = layers,
             hidden: list[Tensor] = hidden,
             before: dict[int, dict[str, Tensor]] = before,
         ) -> None:
@@ -84,11 +84,11 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
                 )  # fmt: skip
                 form = replace(form_of(x), sink=sink, bias=bias)
                 q, k, v = operands[:3]
-                found[layer] = Observed(q, k, v, form, **before[layer])
+                observed[layer] = Observed(q, k, v, form, **before[layer])
 
         wanted = [*nodes.values(), *turns, *([first] if first is not None else [])]
         calibrate(program, tokens[:, :-1], wanted, visit)
         places = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
         with torch.no_grad():
             others = () if read is None else read(tokens[:, :-1], places)
-        yield Rows(tokens, known, found, next(iter(hidden), None), others)
+        yield Rows(tokens, known, layers, next(iter(hidden), None), others)

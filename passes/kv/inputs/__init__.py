@@ -34,19 +34,19 @@ __all__ = [
 class Site:
     """One layer's cache, and the attention that reads it.
 
-    `kept`: the step's placeholders of what `compress` rewrites, by name. `NAME` is the kept part [B,G,P,…] of a
+    `kept_values`: the step's placeholders of what `compress` rewrites, by name. `NAME` is the kept part [B,G,P,…] of a
     value per token, `NAME.recent` the recent part [B,G,C,…]. Where there are `counts`, kept parts are [B,1,M,…]
     (`ir.ops.ragged`).
     """
 
     layer: int
     node: fx.Node
-    kept: dict[str, fx.Node] = field(default_factory=dict)
+    kept_values: dict[str, fx.Node] = field(default_factory=dict)
 
     @property
     def lists(self) -> int:
         """How many lists of kept slots a row has: one of each KV head, or one of all."""
-        return int(self.kept["pos"].meta["val"].shape[1])
+        return int(self.kept_values["pos"].meta["val"].shape[1])
 
 
 @dataclass
@@ -93,8 +93,8 @@ class EntryInputs:
 class Input:
     """Parameters that eviction methods may name. Only an input that some method names is built.
 
-    A value per token that the step keeps is put into `site.kept` as `NAME` and `NAME.recent`; it then follows its
-    token, and methods that name it get [B,G,S,…]. Anything else is read by `placeholders` and `read`.
+    A value per token that the step keeps is put into `site.kept_values` as `NAME` and `NAME.recent`; it then follows
+    its token, and methods that name it get [B,G,S,…]. Anything else is read by `placeholders` and `read`.
     """
 
     names: ClassVar[tuple[str, ...]]  # the parameters
@@ -109,7 +109,7 @@ class Input:
     def placeholders(
         self, entry: EntryInputs, site: Site, methods: Sequence[Any]
     ) -> dict[str, fx.Node]:
-        """A layer's operands, by name, beside `site.kept`."""
+        """A layer's operands, by name, beside `site.kept_values`."""
         return {}
 
     def read(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:

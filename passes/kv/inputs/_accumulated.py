@@ -37,7 +37,7 @@ def _kept(
     """The state that is kept of a layer's slots, and what the step reads of it; `steps`: how many single tokens came,
     too.
     """
-    keys, where = cache_of(site.node, Part.KEYS), site.kept["pos"].meta["val"]
+    keys, where = cache_of(site.node, Part.KEYS), site.kept_values["pos"].meta["val"]
     groups, letter = int(sizes(keys)[1]), f"P{site.layer}"
     letters = {"B": where.shape[0], "C": keys.meta["val"].shape[2], letter: where.shape[2]}
     shape = ("B", site.lists, letter)
@@ -45,9 +45,9 @@ def _kept(
     recent = State(Part.MASS, site.layer, "float32", ("B", groups, "C"), detail=detail)
     words = ".".join(word for word in (detail, _STEPS) if word)
     count = State(Part.MASS, site.layer, "float32", ("B",), detail=words)
-    site.kept[name] = buffer(program, editor, kept, letters)
-    site.kept[f"{name}.recent"] = buffer(program, editor, recent, letters)
-    before = {"kept": site.kept[name], "recent": site.kept[f"{name}.recent"]}
+    site.kept_values[name] = buffer(program, editor, kept, letters)
+    site.kept_values[f"{name}.recent"] = buffer(program, editor, recent, letters)
+    before = {"kept": site.kept_values[name], "recent": site.kept_values[f"{name}.recent"]}
     if steps:
         before[_STEPS] = buffer(program, editor, count, letters)
     return (kept, recent, count), before
@@ -132,7 +132,7 @@ def accumulate(
     `key`: hashable; updates of one key are the same function.
     """
     editor, outputs = Editor(program, program.step.graph), program.step.output_nodes()
-    wanted, flat = parameters(update), "counts" in site.kept
+    wanted, flat = parameters(update), "counts" in site.kept_values
     states, before = _kept(program, editor, site, name, detail, _STEPS in wanted)
     end = editor.graph.find_nodes(op="output")[0]  # outside of any layer
     if "layer" in wanted:

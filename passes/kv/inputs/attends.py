@@ -39,13 +39,13 @@ class Attention(Input):
 
 
 def attention_over(
-    form: Form, operands: Mapping[str, Tensor], keys: Tensor, held: Tensor
+    form: Form, operands: Mapping[str, Tensor], keys: Tensor, key_positions: Tensor
 ) -> dict[str, Any]:
-    """The parameters, of a layer's operands, and its keys [B,G,S,D] whose tokens are at `held` [B,G,S]."""
+    """The parameters, of a layer's operands, and its keys [B,G,S,D] whose tokens are at `key_positions` [B,G,S]."""
     whole = replace(form, sink=operands.get("sink"))
 
     def attends(queries: Tensor, query_positions: Tensor, ahead: Tensor | None = None) -> Tensor:
-        where = held if ahead is None else held.maximum(ahead)
+        where = key_positions if ahead is None else key_positions.maximum(ahead)
         return whole.weights(queries, query_positions, keys, where)
 
     return {"attends": attends, "form": whole}

@@ -46,11 +46,11 @@ class Notes(Input):
             old = _node(operand_of(append, "buffer"))
             batch, groups, slots = old.meta["val"].shape[:3]
             letter = f"P{layer}"
-            letters = {"B": batch, "C": slots, letter: site.kept["pos"].meta["val"].shape[2]}
+            letters = {"B": batch, "C": slots, letter: site.kept_values["pos"].meta["val"].shape[2]}
             recent = State(Part.NOTE, layer, "float32", ("B", int(sizes(old)[1]), "C"))
             kept = replace(recent, shape=("B", site.lists, letter), region=CacheRegion.KEPT)
-            site.kept["notes"] = buffer(program, editor, kept, letters)
-            site.kept["notes.recent"] = buffer(program, editor, recent, letters)
+            site.kept_values["notes"] = buffer(program, editor, kept, letters)
+            site.kept_values["notes.recent"] = buffer(program, editor, recent, letters)
             x = operands_of(site.node)
             known = {"queries": x.q, "values": operand_of(x.v, "new"), "positions": x.q_pos}
             known |= {"hidden": source(keys[layer]), "keys": keys[layer]}
@@ -78,7 +78,7 @@ class Notes(Input):
                 )
                 outputs[recent.output] = editor.call(
                     kv_append.default,
-                    site.kept["notes.recent"],
+                    site.kept_values["notes.recent"],
                     made,
                     operand_of(append, "slots"),
                     like=append,

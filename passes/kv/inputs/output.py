@@ -53,8 +53,8 @@ def weight_of(site: Site) -> fx.Node:
             if len(shape) == 3 and int(sizes(weight)[1]) == int(heads) * int(width):
                 return weight
         ways = [user for user in node.users if user.target in _VIEWS]
-        if not ways or "v" not in site.kept:
-            why = "values are a latent (MLA)" if "v" not in site.kept else _read_by(node)
+        if not ways or "v" not in site.kept_values:
+            why = "values are a latent (MLA)" if "v" not in site.kept_values else _read_by(node)
             raise PassError(
                 f"layer {site.layer} has no plain output projection behind its attention: {why}; leave out the "
                 "method that reads `output` (as critical-kv), or take another"

@@ -45,10 +45,12 @@ class Critic(Base):
         return torch.where(there, score, -1.0)
 
 
-def _scaled(x: Tensor, there: Tensor) -> Tensor:
+def _scaled(x: Tensor, present: Tensor) -> Tensor:
     """The mean over the heads [B,G,S] -> [B,1,S], as a share of its range over the slots that hold something."""
-    real = there.any(1, keepdim=True)
-    mean = torch.where(there, x, 0.0).sum(1, keepdim=True) / there.sum(1, keepdim=True).clamp(min=1)
+    real = present.any(1, keepdim=True)
+    mean = torch.where(present, x, 0.0).sum(1, keepdim=True) / present.sum(1, keepdim=True).clamp(
+        min=1
+    )
     far = torch.finfo(x.dtype).max
     least = mean.masked_fill(~real, far).amin(2, keepdim=True)
     most = mean.masked_fill(~real, -far).amax(2, keepdim=True)

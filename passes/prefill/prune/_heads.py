@@ -82,8 +82,8 @@ def _mask(program: Program, call: fx.Node, holder: fx.Node) -> None:
         user.replace_input_with(node, made)
 
 
-def _times(out: Tensor, kept: Tensor) -> Tensor:
-    return out * kept[:, :, None, None]
+def _times(out: Tensor, head_mask: Tensor) -> Tensor:
+    return out * head_mask[:, :, None, None]
 
 
 def add_scores(program: Program, entry: Entry, calls: list[fx.Node], score: fx.Node) -> fx.Node:
@@ -110,18 +110,18 @@ def choose_heads(
     program: Program, entry: Entry, scores: fx.Node, stage: int, count: int
 ) -> fx.Node:
     """The mask of a stage: the `count` heads with the highest scores, of those that the stage before left."""
-    own, before = entry.input(mask_name(stage)), []
+    mask_input, before = entry.input(mask_name(stage)), []
     if stage > 1:
         before.append(entry.input(mask_name(stage - 1)))
 
-    def mask(scores: Tensor, positions: Tensor, own: Tensor, *before: Tensor) -> Tensor:
+    def mask(scores: Tensor, positions: Tensor, current: Tensor, *before: Tensor) -> Tensor:
         left = scores.masked_fill(before[0] == 0, -1) if before else scores
         best = left.topk(count, dim=1).indices
         found = torch.zeros_like(scores).scatter(1, best, torch.ones_like(best).to(scores.dtype))
         real = (positions >= 0).any(
             1, keepdim=True
         )  # a row that has no token in this call keeps its own
-        return torch.where(real, found, own)
+        return torch.where(real, found, current)
 
     with entry.graph.inserting_before(entry.graph.find_nodes(op="output")[0]):
         made: fx.Node = trace(
@@ -130,7 +130,7 @@ def choose_heads(
             mask,
             scores,
             entry.input("positions"),
-            own,
+            mask_input,
             *before,
         )
     return made

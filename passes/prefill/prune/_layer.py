@@ -20,22 +20,22 @@ def deciding(program: Program, method: str, layer: int, share: float, last: bool
             "and cannot be pruned; leave prefill.prune out for this model"
         )
     facts = program.facts.layers
-    own = [i for i, f in enumerate(facts) if f.attention != "recurrent" and f.shares is None]
-    if not own:
+    candidates = [i for i, f in enumerate(facts) if f.attention != "recurrent" and f.shares is None]
+    if not candidates:
         raise PassError(
             f"{method}: no layer of this model has attention; leave prefill.prune out for it"
         )
     if layer >= 0:
-        if layer not in own:
-            names = ", ".join(map(str, own))
+        if layer not in candidates:
+            names = ", ".join(map(str, candidates))
             raise PassError(
                 f"{method}: layer = {layer}, but the layers with their own keys are "
                 f"{names}; give one of these, or -1"
             )
         return layer
     wanted = share * len(facts)
-    own = own if last else [i for i in own if i < len(facts) - 1] or own
-    choice = [i for i in own if facts[i].attention == "causal"] or own
+    candidates = candidates if last else [i for i in candidates if i < len(facts) - 1] or candidates
+    choice = [i for i in candidates if facts[i].attention == "causal"] or candidates
     return min(choice, key=lambda i: abs(i - wanted))
 
 
@@ -50,13 +50,17 @@ def near(scores: Tensor, kernel: int) -> Tensor:
 
 
 def products(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, own: bool = True
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    include_self: bool = True,
 ) -> Tensor:
     """q k^T of queries [B,H,N,D] and keys [B,G,S,D], summed over the heads: [B,N,S]; queries that share a key are
-    added first. 0 where a query does not see the slot; unless `own`, neither its own token.
+    added first. 0 where a query does not see the slot; unless `include_self`, neither its own token.
     """
     shared = queries.unflatten(1, (keys.shape[1], -1)).sum(2)  # [B,G,N,D]
     summed: Tensor = (shared.float() @ keys.float().transpose(-1, -2)).sum(1)
     place, where = query_positions[:, :, None], positions[:, None]
-    hidden = (where < 0) | (where > place if own else where >= place)
+    hidden = (where < 0) | (where > place if include_self else where >= place)
     return summed.masked_fill(hidden, 0)

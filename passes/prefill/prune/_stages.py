@@ -123,13 +123,13 @@ def own_slots(program: Program, first: int, stage: int) -> None:
 def _sizes(
     program: Program,
     editor: Editor,
-    own: Mapping[str, tuple[int | str, ...]],
+    state_shapes: Mapping[str, tuple[int | str, ...]],
     before: list[Tensor],
     now: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Values before and after, which hold every size that changes: C, and C/16 of pages, a size of its own."""
     symbols: dict[int | str, Any] = {}
-    for name, letters in own.items():
+    for name, letters in state_shapes.items():
         value = program.step.input(name).meta["val"]
         for axis, letter in enumerate(letters):
             if isinstance(letter, str) and "/" in letter and letter not in symbols:

@@ -20,7 +20,7 @@ from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Sizes, Tables
 from accel.ir.trace import trace
 from accel.passes import Report
-from accel.passes.kv._shared.beside import joined, reader
+from accel.passes.kv._shared.second_model import joined, reader
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.prefill._entry import added, layer_calls
 from accel.passes.prefill.prune import Base
@@ -62,7 +62,7 @@ class KvPrediction(Tables, Base):
     breaks = frozenset({Invariant.BATCH_INVARIANCE, Invariant.CALL_INDEPENDENT})
 
     @property
-    def beside(self) -> str:
+    def second_model_folder(self) -> str:
         """See Pass."""
         return self.aux
 
@@ -83,7 +83,7 @@ class KvPrediction(Tables, Base):
             known = {source: _numbers(row.layers[source])}
             sources = dict.fromkeys(above, source)
             if self.aux:
-                known = {j: _with_one(x) for j, x in enumerate(row.beside)}
+                known = {j: _with_one(x) for j, x in enumerate(row.second_layers)}
                 sources = spread(layers, len(known))
             for j, x in known.items():
                 squares[j] = squares.get(j, 0) + x.mT @ x
@@ -120,20 +120,22 @@ class KvPrediction(Tables, Base):
     def _by_another(self, program: Program) -> Report:
         """Let the model beside read prompts."""
         _check(program)
-        if program.beside is None:
+        if program.second_model is None:
             raise PassError("kv-prediction: the model of `aux` was not read; build the recipe")
         layers, maps = layers_with_state(program), self._maps(program)
         entry = program.copy().step
         calls = layer_calls(program, entry)
         given = (entry.input(name) for name in ("tokens", "positions"))
         with entry.graph.inserting_before(calls[0]):
-            rows = trace(Editor(program, entry.graph), "beside", reader(program.beside), *given)
+            rows = trace(
+                Editor(program, entry.graph), "beside", reader(program.second_model), *given
+            )
         sources = spread(layers, len(rows))
         _predict(program, calls, {i: rows[j] for i, j in sources.items()}, maps)
         filling(program, entry, self.least, whole=True)
         program.facts.notes.append(
             f"kv-prediction predicts a prompt's keys and values from the {len(rows)} layers of "
-            f"{program.beside.facts.name}, which has {program.beside.facts.parameters:,} parameters"
+            f"{program.second_model.facts.name}, which has {program.second_model.facts.parameters:,} parameters"
         )
         return Report(changed=len(layers))
 
@@ -186,14 +188,14 @@ def _predict(
     maps: Mapping[int, Tensor],
 ) -> None:
     """Let layers append what is predicted of their sources [B,T,F]."""
-    for layer, found in maps.items():
+    for layer, weight in maps.items():
         call, (keys, values) = calls[layer], _appended(calls[layer], layer)
         known, heads = sources[layer], _heads((keys, values))
         region = call.target
         assert isinstance(region, Region)
-        if len(found) != known.meta["val"].shape[2] + 1:
+        if len(weight) != known.meta["val"].shape[2] + 1:
             raise PassError(
-                f"kv-prediction: the map of layer {layer} takes {len(found) - 1} numbers of a token, but the layer "
+                f"kv-prediction: the map of layer {layer} takes {len(weight) - 1} numbers of a token, but the layer "
                 f"that it is predicted from has {known.meta['val'].shape[2]}; measure it again for this model"
             )
         with region.graph.inserting_after(list(region.graph.find_nodes(op="placeholder"))[-1]):
@@ -207,7 +209,7 @@ def _predict(
             made = trace(
                 Editor(program, region.graph),
                 f"{region.name}.predicted",
-                mapped(found, *heads),
+                mapped(weight, *heads),
                 holder,
             )
         for node, new in zip((keys, values), made, strict=True):
@@ -219,7 +221,7 @@ def mapped(weight: Tensor, keys: tuple[int, int], values: tuple[int, int]) -> An
     """A function of rows [B,T,F]: keys and values of these numbers of heads and widths, by a map [F+1,…]."""
     matrix, bias = weight[:-1].mT.contiguous(), weight[-1].contiguous()
 
-    def found(known: Tensor) -> tuple[Tensor, Tensor]:
+    def predicted(known: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.nn.functional.linear(known, matrix, bias)
         k, v = out.split([keys[0] * keys[1], values[0] * values[1]], dim=2)
         return (
@@ -227,7 +229,7 @@ def mapped(weight: Tensor, keys: tuple[int, int], values: tuple[int, int]) -> An
             v.unflatten(2, list(values)).transpose(1, 2),
         )
 
-    return found
+    return predicted
 
 
 def _appended(call: fx.Node, layer: int) -> tuple[fx.Node, fx.Node]:

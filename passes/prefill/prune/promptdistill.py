@@ -46,5 +46,5 @@ class PromptDistill(Base):
     def score(
         self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor
     ) -> Tensor:
-        found = products(queries, query_positions, keys, positions, own=False)
+        found = products(queries, query_positions, keys, positions, include_self=False)
         return near(found, self.kernel)[:, 0]

@@ -49,9 +49,11 @@ class Method(Protocol):
     def fuse(self, weights: Tensor, before: Tensor) -> Tensor: ...
 
 
-def sparse_entry(program: Program, method: Method, own: Mapping[int, Method]) -> tuple[Entry, int]:
+def sparse_entry(
+    program: Program, method: Method, layer_methods: Mapping[int, Method]
+) -> tuple[Entry, int]:
     """The step's inputs and state -> its state, and `queries.<layer>` where the step gives them; no
-    logits. In how many layers attention reads what the method, or the layer's `own`, chooses.
+    logits. In how many layers attention reads what the method, or the layer's `layer_methods`, chooses.
 
     All real tokens of a row are one segment from slot `slots [B]` on, before which lie whole blocks of
     `block` slots, and enough of them to choose from.
@@ -66,7 +68,7 @@ def sparse_entry(program: Program, method: Method, own: Mapping[int, Method]) ->
         assert isinstance(region, Region)
         node = next((n for n in region.graph.nodes if n.target is attention.default), None)
         if node is not None and layer >= method.first and operands_of(node).mask == "causal":
-            before = _gathered(program, own.get(layer, method), call, node, before)
+            before = _gathered(program, layer_methods.get(layer, method), call, node, before)
             count += 1
     if not count:
         raise PassError(
@@ -193,13 +195,13 @@ def chosen(
         | {"attention": lambda: probabilities(inputs["logits"], form)}
         | {"earlier": lambda: torch.arange(k.shape[2], device=k.device) < first[:, None]}
     )
-    held = None  # the slot of each key in the order of blocks [B,G,S]; None: its number
+    order = None  # the slot of each key in the order of blocks [B,G,S]; None: its number
     blocks = k.shape[2] // size
     if method.orders:
         blocks = k.shape[2] // method.segment * (method.segment // size)
-        held = _ordered(inputs.call(method.order), method.segment)
-        inputs.add({"slots": held})
-    keys = k[:, :, : blocks * size] if held is None else taken(k, held)
+        order = _ordered(inputs.call(method.order), method.segment)
+        inputs.add({"slots": order})
+    keys = k[:, :, : blocks * size] if order is None else taken(k, order)
     inputs.add(method.summary(keys.reshape(k.shape[0], groups, blocks, size, width)))
     number = torch.arange(blocks, device=k.device)
     past = ((number + 1) * size)[None] <= first[:, None]  # [B,NB]
@@ -215,8 +217,8 @@ def chosen(
     best = ranked.topk((method.budget - method.columns) // size, dim=2).indices  # [B,G,K]
     inside = torch.arange(size, device=k.device)
     slots = (best[..., None] * size + inside).flatten(2)  # [B,G,M]
-    if held is not None:
-        slots = held.gather(2, slots)
+    if order is not None:
+        slots = order.gather(2, slots)
     unread = left_out.gather(2, best)[..., None].expand(-1, -1, -1, size).flatten(2)
     slots = slots.masked_fill(unread, -1)
     if method.columns:

@@ -67,7 +67,7 @@ class FlexPrefill(Base):
         first: Tensor,
         form: Form,
     ) -> Tensor:
-        blocks, own = mean.shape[2], self.segment // self.block
+        blocks, segment_blocks = mean.shape[2], self.segment // self.block
         vertical = _of_all(attention.mean(3))  # [B,G,R,C]
         slash = _of_all(diagonals(attention)[..., : vertical.shape[3]] / self.observe)
         columns = self._pooled(vertical, blocks)  # [B,G,R,NB]
@@ -76,10 +76,12 @@ class FlexPrefill(Base):
         groups = mean.shape[1]
         number = torch.arange(blocks, device=mean.device)
         newest = torch.div(first, self.block, rounding_mode="floor")[:, None] + torch.arange(
-            own, device=mean.device
+            segment_blocks, device=mean.device
         )  # [B,J], the newest block that a block of queries reads
         causal = (number <= newest[..., None])[:, None, None]  # [B,1,1,J,NB]
-        rows = mean_queries(queries, self.block, own).unflatten(1, (groups, -1))  # [B,G,R,J,D]
+        rows = mean_queries(queries, self.block, segment_blocks).unflatten(
+            1, (groups, -1)
+        )  # [B,G,R,J,D]
         table = _softmax(form.logits(rows @ mean[:, :, None].transpose(-1, -2)), causal)
         last = queries[:, :, last_queries(queries, self.observe)].float().mean(2)
         last = last.unflatten(1, (groups, -1))  # [B,G,R,D]
@@ -87,10 +89,14 @@ class FlexPrefill(Base):
         aware = _divergence(estimate, columns).sqrt() < self.tau  # [B,G,R]
 
         down = self._listed(columns, self._count(vertical, aware))
-        along = -best_of_next(-self._listed(lines, self._count(slash, aware)), own)
+        along = -best_of_next(-self._listed(lines, self._count(slash, aware)), segment_blocks)
         flat = table.flatten(3)  # [B,G,R,J·NB]
-        read = (share_before(flat) < self.share * own) & aware[..., None]
-        pairs = torch.where(read, ranks(flat) / own, _NONE).unflatten(3, (own, blocks)).amin(3)
+        read = (share_before(flat) < self.share * segment_blocks) & aware[..., None]
+        pairs = (
+            torch.where(read, ranks(flat) / segment_blocks, _NONE)
+            .unflatten(3, (segment_blocks, blocks))
+            .amin(3)
+        )
         need = torch.minimum(torch.minimum(down, along), pairs).amin(2)  # [B,G,NB]
         need = need.masked_fill(number == 0, -1.0)
         worth: Tensor = (-need).masked_fill(need >= _NONE, -torch.inf)

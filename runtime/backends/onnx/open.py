@@ -27,9 +27,9 @@ class _Session(ort.InferenceSession):  # type: ignore[misc]
         super().__init__(str(path), options, providers, enable_fallback=False)
         self.path = path
 
-    def run(self, *given: Any) -> Any:
+    def run(self, *args: Any) -> Any:
         try:
-            return super().run(*given)
+            return super().run(*args)
         except Exception as error:
             raise self._failed(error) from error
 
@@ -118,7 +118,11 @@ def copied(
     """State buffers of their own: of all rows, which share what is never written in place, or of `rows` [n]."""
     found = dict(buffers)
     for value in state:
-        if value.name in buffers and not value.pooled and not (value.kept and rows is None):
+        if (
+            value.name in buffers
+            and not value.pooled
+            and not (value.written_between_steps and rows is None)
+        ):
             old = buffers[value.name]
             count = len(old) if rows is None else rows.size
             found[value.name] = made(value, (count, *old.shape[1:]))

@@ -19,7 +19,7 @@ class Parts:
     def __init__(self, entry: Callable[[str], Any]):
         """`entry`: the onnxruntime.InferenceSession of an entry."""
         self._entry = entry
-        self.held: Mapping[
+        self.extra_inputs: Mapping[
             str, npt.NDArray[Any]
         ] = {}  # inputs that entries may take beside the state
         self._bound: dict[str, _Bound] = {}
@@ -29,7 +29,7 @@ class Parts:
         """Let go of the buffers."""
         self._bound, self._buffers = {}, {}
 
-    def run(self, entry: str, given: Arrays, buffers: Arrays, twice: Collection[str]) -> Arrays:
+    def run(self, entry: str, inputs: Arrays, buffers: Arrays, twice: Collection[str]) -> Arrays:
         """One call over the state in `buffers`, which is written where it lies: what the entry gives beside it, and
         the next of state that has two buffers (`twice`), by the names of outputs.
         """
@@ -38,12 +38,12 @@ class Parts:
             self._buffers = buffers
         session = self._entry(entry)
         if entry not in self._bound:
-            self._bound[entry] = _Bound(session, buffers, twice, self.held)
+            self._bound[entry] = _Bound(session, buffers, twice, self.extra_inputs)
         bound = self._bound[entry]
-        held = {
-            n: ort_value(np.ascontiguousarray(a)) for n, a in given.items() if n in bound.inputs
+        values = {
+            n: ort_value(np.ascontiguousarray(a)) for n, a in inputs.items() if n in bound.inputs
         }
-        for name, value in held.items():
+        for name, value in values.items():
             bound.binding.bind_ortvalue_input(name, value)
         for name in bound.left:
             bound.binding.bind_output(name, "cpu")
@@ -62,7 +62,7 @@ class _Bound:
         session: Any,
         buffers: Arrays,
         twice: Collection[str],
-        held: Mapping[str, npt.NDArray[Any]],
+        extra_inputs: Mapping[str, npt.NDArray[Any]],
     ):
         self.binding = session.io_binding()
         self.inputs = {i.name for i in session.get_inputs()}
@@ -74,7 +74,7 @@ class _Bound:
             n: ort_value(a) for n, a in buffers.items() if n in self.inputs
         }  # must outlive the binding
         optional = {i.name for i in session.get_overridable_initializers()}
-        self._beside = {n: ort_value(a) for n, a in held.items() if n in optional}
+        self._beside = {n: ort_value(a) for n, a in extra_inputs.items() if n in optional}
         for name, value in {**self._held, **self._beside}.items():
             self.binding.bind_ortvalue_input(name, value)
         for name in (o.name for o in session.get_outputs()):

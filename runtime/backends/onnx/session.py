@@ -132,7 +132,7 @@ class OrtSession:
         """See protocol.BackendSession. Sessions share the arrays a and b; `rows` is this one's own."""
         self._adapters = {n: np.ascontiguousarray(a) for n, a in {**arrays, ROWS: rows}.items()}
         self._adapter_values = {n: ort_value(a) for n, a in self._adapters.items()}
-        self._parts.held = self._adapters
+        self._parts.extra_inputs = self._adapters
         if self._decode:
             self._bind(self._buffers)
 
@@ -226,9 +226,9 @@ class OrtSession:
             if self._decode:
                 self._bind(self._buffers)
 
-    def part(self, entry: str, given: Arrays) -> Arrays:
+    def part(self, entry: str, inputs: Arrays) -> Arrays:
         """See protocol.BackendSession. State is written where it lies; what recurs may be read after it is written."""
-        out = self._parts.run(entry, given, self._buffers, self._spare)
+        out = self._parts.run(entry, inputs, self._buffers, self._spare)
         for name in self._spare:
             if output_of(name) in out:
                 np.copyto(self._buffers[name], out.pop(output_of(name)))
@@ -341,7 +341,7 @@ class OrtSession:
         """See protocol.BackendSession. What forks may share is copied whole."""
         moved, shared = (
             np.flatnonzero(rows != np.arange(rows.size)),
-            {v.name for v in self._state if v.kept},
+            {v.name for v in self._state if v.written_between_steps},
         )
         buffers = dict(self._buffers)
         for value in self._state:

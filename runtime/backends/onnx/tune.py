@@ -166,36 +166,36 @@ def _sizes(shape: list[Any], tokens: int, context: int) -> list[int]:
     return [letters[d] if isinstance(d, str) else d for d in shape]
 
 
-def _kind(given: Any) -> np.dtype[Any]:
+def _kind(node_arg: Any) -> np.dtype[Any]:
     """The dtype of an input that is no position."""
     kinds = {
         "tensor(int8)": "int8", "tensor(uint8)": "uint8", "tensor(bool)": "bool", "tensor(int64)": "int64",
     }  # fmt: skip
-    return np.dtype(kinds.get(given.type, "float32"))
+    return np.dtype(kinds.get(node_arg.type, "float32"))
 
 
 def _binding(session: Any, tokens: int, context: int, last: int) -> Any:
     """A probe's inputs: a cache of `last` tokens, the last of which ask; -1 where there is none. What it appends to it
     writes in place.
     """
-    held = {}
+    values = {}
     binding = session.io_binding()
-    for given in session.get_inputs():
-        sizes = _sizes(given.shape, tokens, context)
+    for node_arg in session.get_inputs():
+        sizes = _sizes(node_arg.shape, tokens, context)
         array: npt.NDArray[Any] = np.full(
-            sizes, 0.1 if _kind(given) == np.float32 else 1, _kind(given)
+            sizes, 0.1 if _kind(node_arg) == np.float32 else 1, _kind(node_arg)
         )
-        if given.name == "positions":
+        if node_arg.name == "positions":
             array = np.maximum(np.arange(last - tokens, last), -1)[None]
-        elif given.name == "slots":
+        elif node_arg.name == "slots":
             array = np.full(sizes, max(last - tokens, 0))
-        elif given.name.startswith("held"):
+        elif node_arg.name.startswith("held"):
             array = np.where(np.arange(sizes[1]) < last, np.arange(sizes[1]), -1)[None]
-        held[given.name] = ort.OrtValue.ortvalue_from_numpy(array)
-        binding.bind_ortvalue_input(given.name, held[given.name])
+        values[node_arg.name] = ort.OrtValue.ortvalue_from_numpy(array)
+        binding.bind_ortvalue_input(node_arg.name, values[node_arg.name])
     for made in session.get_outputs():
-        if state_of(made.name) in held:
-            binding.bind_ortvalue_output(made.name, held[state_of(made.name)])
+        if state_of(made.name) in values:
+            binding.bind_ortvalue_output(made.name, values[state_of(made.name)])
         else:
             binding.bind_output(made.name, "cpu")
     return binding

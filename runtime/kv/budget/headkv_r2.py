@@ -115,15 +115,15 @@ class HeadKVR2(Tables, Share, Base):
         return (1 - 1 / self.beta + share / self.beta).clip(min=_LEAST)
 
 
-def adding_up(wanted: Any, most: int, total: int) -> list[int]:
+def adding_up(shares: Any, most: int, total: int) -> list[int]:
     """Whole numbers near those that are wanted, from 1 to `most`, which add up to `total` where they can: those whose
     rounding down loses most are rounded up.
     """
-    found = np.clip(np.floor(wanted), 1, most).astype(int)
+    found = np.clip(np.floor(shares), 1, most).astype(int)
     while (lacks := total - int(found.sum())) != 0:
         step = 1 if lacks > 0 else -1
         can = (found < most) if step > 0 else (found > 1)
         if not can.any():
             break
-        found[int(np.where(can, step * (wanted - found), -np.inf).argmax())] += step
+        found[int(np.where(can, step * (shares - found), -np.inf).argmax())] += step
     return [int(n) for n in found]

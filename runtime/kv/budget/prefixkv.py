@@ -35,16 +35,16 @@ class PrefixKV(Tables, Share, Base):
         """`kept`: the share of its tokens that the layer keeps where all layers keep 0, 0.01, … 1 of theirs."""
         return {"kept": (_POINTS,)}
 
-    def tokens(self, seen: int, layer: int, layers: int, kept: Any = None) -> int:
+    def tokens(self, seen: int, layer: int, layers: int, **table: Any) -> int:
         """See Base."""
-        mean = self.mean(seen)
+        mean, kept = self.mean(seen), table.get("kept")
         if kept is None or mean >= seen or mean <= self.protected:
             return self.average(seen)
         room = seen - self.protected
         share = np.interp((mean - self.protected) / room, np.linspace(0, 1, _POINTS), kept)
         return min(seen, max(1, self.protected + round(float(share) * room)))
 
-    def most(self, tokens: int, heads: int, kept: Any = None) -> int:
+    def most(self, tokens: int, heads: int, **table: Any) -> int:
         """See Base."""
         return tokens
 

@@ -43,14 +43,13 @@ class Pieces(Base):
     }
     breaks = frozenset({Invariant.BATCH_INVARIANCE, Invariant.ROW_PRIVATE})
     grade = "approximate"
-    name: ClassVar[str]  # in recipes
     attention: ClassVar[bool] = False  # whether `stale` reads it
 
     def steps(self) -> list[Any]:
         from accel.passes.kv._shared.shift import Shift
         from accel.passes.prefill.prune._blend import Blend
 
-        what = f"kv.reuse = {self.name}"
+        what = f"kv.reuse = {self.use}"
         return [Shift(what), Blend(what, self.layer, self.attention)]
 
     @abstractmethod

@@ -126,19 +126,19 @@ class Store:
                 self._used(one)
         return found
 
-    def _anchors(self, one: Stored) -> Iterable[tuple[tuple[int, bytes], int]]:
+    def _anchors(self, entry: Stored) -> Iterable[tuple[tuple[int, bytes], int]]:
         """What the index says of a prompt."""
         size = self._anchor
-        for place in range(0, one.tokens.size - size + 1, size):
-            yield (one.space, _bytes(one.tokens[place : place + size])), place
+        for place in range(0, entry.tokens.size - size + 1, size):
+            yield (entry.space, _bytes(entry.tokens[place : place + size])), place
 
-    def _used(self, one: Stored) -> None:
-        self._stored.move_to_end(id(one))
+    def _used(self, entry: Stored) -> None:
+        self._stored.move_to_end(id(entry))
 
-    def _drop(self, one: Stored) -> None:
-        del self._stored[id(one)]
-        for key in {key for key, _ in self._anchors(one)}:
-            left = [each for each in self._index[key] if each[0] is not one]
+    def _drop(self, entry: Stored) -> None:
+        del self._stored[id(entry)]
+        for key in {key for key, _ in self._anchors(entry)}:
+            left = [each for each in self._index[key] if each[0] is not entry]
             if left:
                 self._index[key] = left
             else:

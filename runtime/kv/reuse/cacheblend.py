@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from accel.runtime.inputs.ints import Bools
 from accel.runtime.kv.reuse._pieces import Floats, Pieces, best
@@ -22,7 +21,6 @@ class CacheBlend(Pieces):
     """
 
     lacks = "narrowing the chosen tokens from layer to layer"
-    name: ClassVar[str] = "cacheblend"
 
     def pieces(self, matches: Sequence[Piece]) -> list[Piece]:
         return cover(matches, self.least)

@@ -33,7 +33,6 @@ class KVShare(Pieces):
     threshold: float = option(0.05, least=0, most=1)
     repairs: int = option(4, least=0, most=4096)
     lacks = "the scheduler that orders requests by their hits"
-    name: ClassVar[str] = "kvshare"
     attention: ClassVar[bool] = True
 
     def pieces(self, matches: Sequence[Piece]) -> list[Piece]:

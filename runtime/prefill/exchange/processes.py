@@ -171,10 +171,10 @@ def _computing(path: Path, threads: int) -> Compute:
     artifact = open_artifact(path, hashes=False)
     backend = OrtBackend(artifact, threads=threads, kernels=PORTABLE, mapped=True)
 
-    def compute(entry: str, given: Arrays) -> Arrays:
+    def compute(entry: str, inputs: Arrays) -> Arrays:
         session = backend.other(entry)
         names = [one.name for one in session.get_outputs()]
-        taken = {i.name: np.ascontiguousarray(given[i.name]) for i in session.get_inputs()}
+        taken = {i.name: np.ascontiguousarray(inputs[i.name]) for i in session.get_inputs()}
         return dict(zip(names, session.run(names, taken), strict=True))
 
     return compute

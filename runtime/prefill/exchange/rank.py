@@ -81,9 +81,9 @@ def work(
     }
     tokens["rows"] = np.zeros((1, 1), np.int64)
 
-    def call(entry: str, given: Arrays) -> Arrays:
+    def call(entry: str, inputs: Arrays) -> Arrays:
         done.calls += 1
-        return compute(entry, given)
+        return compute(entry, inputs)
 
     def send(to: int, tag: Tag, arrays: Arrays) -> None:
         done.sent += sum(a.nbytes for a in arrays.values())
@@ -116,10 +116,10 @@ def work(
     return done
 
 
-def _joined(own: Arrays, cached: Arrays, slots: int) -> Arrays:
+def _joined(fresh: Arrays, cached: Arrays, slots: int) -> Arrays:
     """Keys and values of new tokens, cached ones, and padding up to so many."""
     found = {}
-    for name, array in own.items():
+    for name, array in fresh.items():
         parts = [array, *([cached[name]] if name in cached else [])]
         short = slots - sum(part.shape[2] for part in parts)
         if short:

@@ -153,12 +153,12 @@ class Calls(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Settled:
-    """What was due is done, and the buffers are new. calls: the graph calls that it took. held: what rows hold then, at
-    positions from 0 on; None: the same tokens.
+    """What was due is done, and the buffers are new. calls: the graph calls that it took. lengths: what rows hold then,
+    at positions from 0 on; None: the same tokens.
     """
 
     calls: int
-    held: Ints | None = None
+    lengths: Ints | None = None
 
 
 class SessionObserver:
@@ -195,11 +195,11 @@ class SessionObserver:
     def adapted(self, numbers: Sequence[int]) -> None:
         """The rows of this new session use these adapters (0: none)."""
 
-    def check(self, wanted: Ints, lengths: Ints) -> None:
-        """Raise InputError where rows of `lengths` tokens cannot go back to `wanted`. Changes nothing."""
+    def check(self, new_lengths: Ints, lengths: Ints) -> None:
+        """Raise InputError where rows of `lengths` tokens cannot go back to `new_lengths`. Changes nothing."""
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
-        """Rows of `lengths` tokens go back to `wanted`, to which all agreed. Whether the buffers are new."""
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
+        """Rows of `lengths` tokens go back to `new_lengths`, to which all agreed. Whether the buffers are new."""
         return False
 
     def select(self, rows: Ints) -> None:

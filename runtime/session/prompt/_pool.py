@@ -27,9 +27,9 @@ class Pool:
     that follow it, and its number stands for all tokens up to its end.
     """
 
-    def __init__(self, block: int, arrays: Mapping[str, Any], own: Mapping[str, str]):
-        """`own`: each part -> the state value that holds the same of a row's own slots."""
-        self.own = own
+    def __init__(self, block: int, arrays: Mapping[str, Any], state_names: Mapping[str, str]):
+        """`state_names`: each part -> the state value that holds the same of a row's own slots."""
+        self.state_names = state_names
         self.block = block
         self.arrays = arrays
         self.lock = RLock()  # held while blocks are found or filled

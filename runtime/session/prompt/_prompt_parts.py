@@ -23,7 +23,7 @@ def picks(plan: Pick, scores: Scores, count: int | None = None) -> Ints:
     best; of equals the earlier. What is no number is the lowest. `count`: tokens of the whole prompt, of which
     these are left; None: all are.
     """
-    most = plan.kept(scores.size if count is None else count)
+    most = plan.tokens_kept(scores.size if count is None else count)
     if scores.size <= most:
         return np.arange(scores.size)
     worth = np.nan_to_num(scores.astype(np.float64), nan=-np.finfo(np.float64).max)
@@ -64,7 +64,7 @@ class Part:
         A row's last call begins early enough for all the queries that are observed, and for more tokens than choose
         what they read (`kv.select`); the one before ends there.
         """
-        found: Arrays = {}
+        outputs: Arrays = {}
         stream: npt.NDArray[Any] | None = None
         left = self._left
         if before is None:
@@ -87,9 +87,9 @@ class Part:
                     stream[row, a : max(a, b)] = made[row, : max(0, b - a)]
             before = out.get("scores", before)
             for name, array in out.items():
-                found.setdefault(name, np.zeros_like(array))
-                found[name][ends] = array[ends]
-        return found if stream is None else {**found, "stream_out": stream}
+                outputs.setdefault(name, np.zeros_like(array))
+                outputs[name][ends] = array[ends]
+        return outputs if stream is None else {**outputs, "stream_out": stream}
 
     def _call(
         self, inputs: Arrays, columns: Ints, real: Bools, ends: Bools, before: Scores

@@ -109,9 +109,9 @@ class TwoParts:
             buffers[POSITIONS][row, slots] = slots
             buffers[POSITIONS][row, end:] = -1
 
-    def _part(self, entry: str, given: Arrays) -> Arrays:
+    def _part(self, entry: str, inputs: Arrays) -> Arrays:
         self.made += 1
-        return self.calls.backend.part(entry, given)
+        return self.calls.backend.part(entry, inputs)
 
 
 def _places(real: Bools) -> Ints:

@@ -24,7 +24,7 @@ from accel.runtime.session.prompt._prompt_parts import Part, picks, taken
 
 def unseen(plan: Prefill | None, count: int) -> int:
     """How many fewer slots than tokens the model's own cache has of a prompt of `count`; below 0: more."""
-    return 0 if plan is None else count - plan.held(count)
+    return 0 if plan is None else count - plan.cached_slots(count)
 
 
 class PromptFilter(SessionObserver, PromptRunner):
@@ -49,7 +49,7 @@ class PromptFilter(SessionObserver, PromptRunner):
     def shorten(self, calls: Calls, tokens: Ints, counts: Ints) -> tuple[Ints, Ints] | None:
         """See SessionObserver."""
         longest, chunk = int(counts.max()), calls.chunk
-        if all(self.plan.kept(int(n)) == n for n in counts):
+        if all(self.plan.tokens_kept(int(n)) == n for n in counts):
             return None
         start = time.perf_counter()
         with closing(self._empty(calls.batch)) as backend:

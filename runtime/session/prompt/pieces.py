@@ -163,9 +163,9 @@ class PieceReuse(SessionObserver, CallWatcher, PromptRunner):
         self._forget(lengths)
         return False
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver."""
-        self._forget(wanted)
+        self._forget(new_lengths)
         return False
 
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
@@ -373,9 +373,11 @@ class _Blend(TwoParts):
             buffers[name][row][:, slots] = old[name][row, :, : stays.size][:, stays]
 
 
-def _lay(backend: BackendSession, known: Mapping[int, Piece], lengths: Ints, found: Ints) -> None:
+def _lay(
+    backend: BackendSession, known: Mapping[int, Piece], lengths: Ints, matched_lengths: Ints
+) -> None:
     """Let rows hold what is known of them, and others what they held."""
-    buffers, ends = backend.buffers(), np.maximum(lengths, found)
+    buffers, ends = backend.buffers(), np.maximum(lengths, matched_lengths)
     columns = np.arange(int(ends.max()))
     new: Arrays = {POSITIONS: np.where(columns < ends[:, None], columns, -1)}
     example = next(iter(known.values()))

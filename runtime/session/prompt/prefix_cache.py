@@ -131,9 +131,9 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         """See SessionObserver."""
         return self._cut(backend, lengths)
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver."""
-        return self._cut(backend, wanted)
+        return self._cut(backend, new_lengths)
 
     def numbers(self, backend: BackendSession) -> Arrays:
         """See SessionObserver. Blocks that several rows use are there once."""
@@ -169,7 +169,9 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         for row, mine in enumerate(blocks):
             for start in range(int(self.base[row]), int(lengths[row]) - size + 1, size):
                 slots = slice(start - int(self.base[row]), start - int(self.base[row]) + size)
-                parts = {n: buffers[self.pool.own[n]][row][:, slots] for n in self.pool.arrays}
+                parts = {
+                    n: buffers[self.pool.state_names[n]][row][:, slots] for n in self.pool.arrays
+                }
                 ids = self.log.ids[row, start : start + size]
                 block = self.pool.add(mine[-1] if mine else self._roots[row], ids, parts)
                 if block is None:
@@ -201,13 +203,13 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         columns = np.arange(int(own.max(initial=0)))
         new: Arrays = {POSITIONS: np.where(columns < own[:, None], base[:, None] + columns, -1)}
         for name, pool in self.pool.arrays.items():
-            old = buffers.get(self.pool.own[name])
+            old = buffers.get(self.pool.state_names[name])
             shape = (len(blocks), pool.shape[1], columns.size, *pool.shape[3:])
-            new[self.pool.own[name]] = np.zeros(shape, pool.dtype)
+            new[self.pool.state_names[name]] = np.zeros(shape, pool.dtype)
             for row in np.flatnonzero(own).tolist():
                 assert old is not None
                 mine = _slots(pool, self._rows[row], old[row], int(base[row]), int(lengths[row]))
-                new[self.pool.own[name]][row, :, : own[row]] = mine
+                new[self.pool.state_names[name]][row, :, : own[row]] = mine
         backend.put({**self.pool.arrays, **new, name_of(Part.TABLE): _table(blocks)})
         for mine, ids in zip(self._rows, blocks, strict=True):
             mine[:] = ids
@@ -222,11 +224,11 @@ def _table(blocks: Sequence[Sequence[int]]) -> Ints:
     return table
 
 
-def _slots(pool: Any, blocks: Sequence[int], own: Any, start: int, end: int) -> Any:
+def _slots(pool: Any, blocks: Sequence[int], row_slots: Any, start: int, end: int) -> Any:
     """What the tokens from `start` to `end` of one row have, [G,n,..]: of its blocks, then of its slots."""
     size = pool.shape[2]
     base = len(blocks) * size
-    parts = [own[:, max(start - base, 0) : max(end - base, 0)]]
+    parts = [row_slots[:, max(start - base, 0) : max(end - base, 0)]]
     if start < base:
         first = start // size
         stored = np.concatenate([pool[i] for i in blocks[first:]], axis=1)

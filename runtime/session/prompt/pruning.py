@@ -58,7 +58,9 @@ class PromptPruning(SessionObserver, CallWatcher, PromptRunner):
 
     def prunes(self, counts: Ints) -> bool:
         """Whether prompts of so many tokens are."""
-        return any(plan.always or plan.kept(int(n)) < n for plan in self.plan for n in counts)
+        return any(
+            plan.always or plan.tokens_kept(int(n)) < n for plan in self.plan for n in counts
+        )
 
     def slots(self, ends: Ints) -> list[int]:
         """How many slots the layers after each stage need where those before need `ends` [B]."""
@@ -68,30 +70,30 @@ class PromptPruning(SessionObserver, CallWatcher, PromptRunner):
         """What was kept of the prompt lies elsewhere: the slots of all layers begin at the same token."""
         self.dropped = np.zeros_like(self.dropped)
 
-    def check(self, wanted: Ints, lengths: Ints) -> None:
+    def check(self, new_lengths: Ints, lengths: Ints) -> None:
         """Raises InputError where rows would go back to within a pruned prompt."""
-        if (bad := (wanted < self.ends) & (wanted > 0)).any():
+        if (bad := (new_lengths < self.ends) & (new_lengths > 0)).any():
             row = int(bad.argmax())
             raise InputError(
-                f"cannot rewind row {row} to {wanted[row]}: deeper layers dropped tokens of its prompt "
+                f"cannot rewind row {row} to {new_lengths[row]}: deeper layers dropped tokens of its prompt "
                 f"of {self.ends[row]} tokens, and their selection for a shorter prompt is "
                 f"unknown; give {self.ends[row]} "
                 "or more, or 0"
             )
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver."""
-        if (anew := (wanted == 0) & (self.ends > 0)).any():
+        if (anew := (new_lengths == 0) & (self.ends > 0)).any():
             backend.forget(anew)
-        self.dropped[:, wanted == 0] = 0
-        self.ends[wanted == 0] = 0
+        self.dropped[:, new_lengths == 0] = 0
+        self.ends[new_lengths == 0] = 0
         return False
 
     def room(self, counts: Ints) -> list[int]:
         """How many slots prompts of `counts` [B] tokens take in each part."""
         left, most = counts, [int(counts.max())]
         for plan in self.plan:
-            left = np.minimum(left, [plan.kept(int(n)) for n in counts])
+            left = np.minimum(left, [plan.tokens_kept(int(n)) for n in counts])
             most.append(int(left.max()))
         return most
 

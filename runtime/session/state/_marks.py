@@ -73,14 +73,14 @@ class Marks(Rows):
         before, after = call.before, call.after
         count = after - before
         running = self.running | (count > (0 if call.prompt else 1))
-        found = replace(self, running=running)
+        state = replace(self, running=running)
         if self.next is None:
-            return found
-        told, question = self.next, self.next.question
-        if told.counts is not None and (wrong := told.counts != count).any():
+            return state
+        marks, question = self.next, self.next.question
+        if marks.counts is not None and (wrong := marks.counts != count).any():
             row = int(wrong.argmax())
             raise InputError(
-                f"{told.counts[row]} tokens of row {row} are marked, but the call has {count[row]}; mark as many"
+                f"{marks.counts[row]} tokens of row {row} are marked, but the call has {count[row]}; mark as many"
             )
         if (wrong := (question >= count) & (question > -1)).any():
             row = int(wrong.argmax())
@@ -89,13 +89,13 @@ class Marks(Rows):
                 f"token of the call, or -1"
             )
         units = self.units
-        if told.units is not None:
+        if marks.units is not None:
             units = _padded(units, int(after.max()))
-            column = np.arange(told.units.shape[1])
+            column = np.arange(marks.units.shape[1])
             real = np.nonzero(column < count[:, None])
-            units[real[0], (before[:, None] + column)[real]] = told.units[real]
+            units[real[0], (before[:, None] + column)[real]] = marks.units[real]
         begins = np.where(question >= 0, before + question, self.question)
-        return replace(found, units=units, question=begins, next=None)
+        return replace(state, units=units, question=begins, next=None)
 
     def ended(self, lengths: Ints) -> Marks:
         """The prompts of the rows that had some are whole."""

@@ -53,15 +53,15 @@ class BlockCodecState(EvictionState):
         return bool((self._given_up(lengths) > 0).any())
 
     def compress_inputs(
-        self, lengths: Ints, recent: Mapping[int, int], kept: Mapping[int, int]
+        self, lengths: Ints, recent: Mapping[int, int], kept_slots: Mapping[int, int]
     ) -> Arrays:
-        """Inputs of the entry, beside the state (passes/kv/codec/_blocks.py); `kept`: blocks that there is
+        """Inputs of the entry, beside the state (passes/kv/codec/_blocks.py); `kept_slots`: blocks that there is
         room for.
         """
         size, new = self.plan.facts.flush, self._given_up(lengths)
         old, count = self.base // size, int(new.max())
         place = np.arange(int((old + new).max()))
-        (room,) = kept.values()
+        (room,) = kept_slots.values()
         places = np.where(place < old[:, None], place, room + place - old[:, None])
         left, sinks = lengths - self.base - new * size, self.plan.facts.sinks
         slot = np.arange(int(left.max()))

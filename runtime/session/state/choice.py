@@ -49,9 +49,9 @@ class ChoiceMemory(SessionObserver, CallWatcher):
         wide[rows, positions[rows, columns]] = positions.shape[1] > FEW and not self._history
         self._wide = wide
 
-    def check(self, wanted: Ints, lengths: Ints) -> None:
+    def check(self, new_lengths: Ints, lengths: Ints) -> None:
         """See SessionObserver."""
-        for row, (back, length) in enumerate(zip(wanted, lengths, strict=True)):
+        for row, (back, length) in enumerate(zip(new_lengths, lengths, strict=True)):
             if 0 < back < length - FEW and not self._wide[row, back - 1]:
                 raise InputError(
                     f"cannot rewind row {row} to {back}: its tokens go on from choices of earlier ones, of which the "

@@ -227,20 +227,20 @@ class EvictionState(SessionObserver, CallWatcher):
         return bool((room < 0).any())
 
     def compress_inputs(
-        self, lengths: Ints, recent: Mapping[int, int], kept: Mapping[int, int]
+        self, lengths: Ints, recent: Mapping[int, int], kept_slots: Mapping[int, int]
     ) -> Arrays:
-        """Inputs of the entry, beside the state; of so many slots of each layer: `recent` ones, `kept` ones."""
+        """Inputs of the entry, beside the state; of so many slots of each layer: `recent` ones, `kept_slots` ones."""
         inputs: Arrays = {"seen": lengths.copy()}
         tokens = self._tokens(lengths)
         for i, ((layer, heads), keep) in enumerate(
             zip(self.plan.heads.items(), tokens, strict=True)
         ):
-            average, slots = int(keep.max()), recent[layer] + kept[layer]
+            average, slots = int(keep.max()), recent[layer] + kept_slots[layer]
             inputs[keep_of(layer)] = keep
             most = self.plan.most(average, i, heads)
             inputs[ranks_of(layer)] = np.arange(max(1, min(most, slots)))
             if layer in self.plan.ragged:
-                inputs[held_of(layer)] = np.arange(kept[layer])
+                inputs[held_of(layer)] = np.arange(kept_slots[layer])
                 room = self.plan.room(average, i, heads, slots)
                 inputs[room_of(layer)] = np.arange(max(1, room))
         inputs |= self._marks.inputs(self.plan.facts.marks, lengths)
@@ -281,10 +281,10 @@ class EvictionState(SessionObserver, CallWatcher):
         }
         self._prompt, self._marks = self._prompt.forget(rows), self._marks.forget(rows)
 
-    def check(self, wanted: Ints, lengths: Ints) -> None:
+    def check(self, new_lengths: Ints, lengths: Ints) -> None:
         """Rows may start anew, or go back to where they were compressed; where tokens are counted, not at all."""
         low = lengths if self.plan.counts else self.held_from
-        if (short := (wanted < low) & (wanted > 0)).any():
+        if (short := (new_lengths < low) & (new_lengths > 0)).any():
             row = int(short.argmax())
             why = (
                 "the recipe accumulates attention per token"
@@ -292,15 +292,15 @@ class EvictionState(SessionObserver, CallWatcher):
                 else "older tokens were evicted or merged"
             )
             raise InputError(
-                f"cannot rewind row {row} to {wanted[row]}: {why}; give {low[row]}..{lengths[row]}, or 0"
+                f"cannot rewind row {row} to {new_lengths[row]}: {why}; give {low[row]}..{lengths[row]}, or 0"
             )
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver."""
-        anew = np.asarray(wanted == 0)
+        anew = np.asarray(new_lengths == 0)
         backend.forget(anew)
         self.forget(anew)
-        self.rewound(wanted)
+        self.rewound(new_lengths)
         return False
 
     def rewound(self, lengths: Ints) -> None:

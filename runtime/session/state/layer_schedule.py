@@ -85,14 +85,14 @@ class LayerSchedule(SessionObserver, CallWatcher):
         before, after = call.before, call.after
         run_layers, threshold = call.controls.get(RUN_LAYERS), call.controls.get(THRESHOLD)
         decoding = not call.prompt and bool((after - before).max() == 1 and before.min() > 0)
-        found = self._decode if decoding else self._whole
+        controls = self._decode if decoding else self._whole
         if run_layers is not None:
-            plan, usual = self._checked(run_layers), found.threshold
+            plan, usual = self._checked(run_layers), controls.threshold
             if self._asked.threshold != usual or not np.array_equal(self._asked.layers, plan):
                 self._asked = Controls(plan, usual)
-            found = self._asked
-        if threshold is None and found is self._noted:
-            return found
+            controls = self._asked
+        if threshold is None and controls is self._noted:
+            return controls
         complete = self._complete(before, after)
         if run_layers is not None:
             if (late := plan & ~complete).any():
@@ -103,10 +103,10 @@ class LayerSchedule(SessionObserver, CallWatcher):
                     "and lacks its keys; skip it, rewind to that token, or build with "
                     'cache = "propagate"'
                 )
-        elif not complete[found.layers].all():
-            both = found.layers & complete
-            found = Controls(both if both.any() else complete, found.threshold)
-        return found if threshold is None else Controls(found.layers, self._limit(threshold))
+        elif not complete[controls.layers].all():
+            both = controls.layers & complete
+            controls = Controls(both if both.any() else complete, controls.threshold)
+        return controls if threshold is None else Controls(controls.layers, self._limit(threshold))
 
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """Note what the call that was sent last left out."""
@@ -120,9 +120,9 @@ class LayerSchedule(SessionObserver, CallWatcher):
         self._noted = controls if rows.all() else None
         return None
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
-        """Rows hold no more than `wanted` [B] tokens from now on."""
-        self._lacks[self._lacks >= wanted] = _FAR
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
+        """Rows hold no more than `new_lengths` [B] tokens from now on."""
+        self._lacks[self._lacks >= new_lengths] = _FAR
         self._noted = None
         return False
 

@@ -88,9 +88,9 @@ class KeyDirections(SessionObserver, CallWatcher):
         self._coded = np.minimum(self._coded, lengths)
         return False
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver."""
-        self._coded = np.minimum(self._coded, wanted)
+        self._coded = np.minimum(self._coded, new_lengths)
         return False
 
     def _factor(

@@ -130,9 +130,9 @@ class UnitGroups(SessionObserver, CallWatcher):
         self._back(lengths)
         return False
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver."""
-        self._back(wanted)
+        self._back(new_lengths)
         return False
 
     def numbers(self, backend: BackendSession) -> Arrays:

@@ -76,20 +76,20 @@ class WindowState(SessionObserver, CallWatcher):
         self._forget(backend, lengths)
         return False
 
-    def check(self, wanted: Ints, lengths: Ints) -> None:
+    def check(self, new_lengths: Ints, lengths: Ints) -> None:
         """Raises InputError where a token to come would see tokens that were dropped."""
         low = self.held_from
-        if (bad := (wanted < low) & (wanted > 0)).any():
+        if (bad := (new_lengths < low) & (new_lengths > 0)).any():
             row = int(bad.argmax())
             raise InputError(
-                f"cannot rewind row {row} to {wanted[row]}: layers with a window of {self.plan.size} keep the newest "
-                f"tokens only; give {low[row]}..{lengths[row]}, or 0, or build with window = all, or a larger "
+                f"cannot rewind row {row} to {new_lengths[row]}: layers with a window of {self.plan.size} keep the "
+                f"newest tokens only; give {low[row]}..{lengths[row]}, or 0, or build with window = all, or a larger "
                 f"window.newest back than {self.plan.back}"
             )
 
-    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver."""
-        self._forget(backend, wanted)
+        self._forget(backend, new_lengths)
         return False
 
     def _forget(self, backend: BackendSession, lengths: Ints) -> None:

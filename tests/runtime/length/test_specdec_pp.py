@@ -161,7 +161,7 @@ def test_training_a_head_and_what_is_wrong(tmp_path):
     with pytest.raises(CaptureError, match="config.json"):
         train("specdec-pp", model, {**given, "draft": tmp_path})
     made = train("specdec-pp", model, {**given, "draft": draft})
-    assert "steps in" in made.told and head_of(out)["first"].shape == (18, 4)
+    assert "steps in" in made.message and head_of(out)["first"].shape == (18, 4)
 
 
 class Other:

@@ -75,7 +75,7 @@ def through(prompts, decodes, request):
             raise event
         if hasattr(event, "state"):
             handed = event
-            decodes.submit(request, listener=listen, given=handed)
+            decodes.submit(request, listener=listen, handoff=handed)
             continue
         found.append(event)
         if event.finish:

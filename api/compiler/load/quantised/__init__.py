@@ -45,20 +45,20 @@ class Base(ABC):
 
 
 def dequantised(
-    told: Mapping[str, Any],
+    config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     stored: Mapping[str, Stored],
     pages: Pages,
 ) -> tuple[dict[str, Stored], list[str]]:
     """A checkpoint's tensors as float parameters of the model, and what is to be said of them.
 
-    told: `quantization_config`. tensors, stored: all tensors, as they lie and as parameters.
+    config: `quantization_config`. tensors, stored: all tensors, as they lie and as parameters.
 
     Raises:
         CaptureError: as `Base.weights`; or no tensor is quantised.
     """
-    method = str(told["quant_method"])
-    form = FORMATS.method(method)(told, pages)
+    method = str(config["quant_method"])
+    form = FORMATS.method(method)(config, pages)
     found, left = {}, dict(stored)
     for weight in form.weights(tensors):
         for part in weight.parts:
@@ -91,11 +91,11 @@ def number(config: Mapping[str, Any], key: str, allowed: Collection[int]) -> int
     return value
 
 
-def needed(module: str, beside: str, parts: Mapping[str, Tensor], *names: str) -> None:
-    """Raise CaptureError where a module lacks a tensor that belongs to its tensor `beside`."""
+def needed(module: str, tensor: str, parts: Mapping[str, Tensor], *names: str) -> None:
+    """Raise CaptureError where a module lacks a tensor that belongs to its tensor `tensor`."""
     for name in names:
         if name not in parts:
-            raise CaptureError(f"{module}.{beside} has no {name} beside it: fetch it again")
+            raise CaptureError(f"{module}.{tensor} has no {name} beside it: fetch it again")
 
 
 def typed(name: str, tensor: Tensor, axes: int, *dtypes: torch.dtype) -> None:

@@ -73,41 +73,41 @@ def _state(name: str, text: Tensor) -> dict[str, Any]:
     return dict(told)
 
 
-def _check_four(module: str, parts: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+def _check_four(module: str, parts: Mapping[str, Tensor], quant_state: Mapping[str, Any]) -> None:
     """Raise CaptureError where the tensors of a weight in 4 bits do not go together."""
-    count, weight = torch.Size(told["shape"]).numel(), parts["weight"]
+    count, weight = torch.Size(quant_state["shape"]).numel(), parts["weight"]
     if not 0 <= weight.nbytes - -(-count // 2) < weight.itemsize:
         raise CaptureError(
-            f"{module}.weight has {weight.nbytes} bytes, which do not hold {told['shape']} codes of 4 bits: "
+            f"{module}.weight has {weight.nbytes} bytes, which do not hold {quant_state['shape']} codes of 4 bits: "
             "checkpoint and configuration do not match"
         )
-    blocks = -(-count // told["blocksize"])
+    blocks = -(-count // quant_state["blocksize"])
     sized(f"{module}.weight.quant_map", parts["weight.quant_map"], 16)
     sized(f"{module}.weight.absmax", parts["weight.absmax"], blocks)
     if "weight.nested_absmax" in parts:
         needed(module, "weight.nested_absmax", parts, "weight.nested_quant_map")
-        if not {"nested_blocksize", "nested_offset"} <= told.keys():
+        if not {"nested_blocksize", "nested_offset"} <= quant_state.keys():
             raise CaptureError(
                 f"{module}.weight.nested_absmax is there, and its quant_state has no nested_blocksize and "
                 "nested_offset: fetch the checkpoint again"
             )
-        outer = -(-blocks // told["nested_blocksize"])
+        outer = -(-blocks // quant_state["nested_blocksize"])
         typed(f"{module}.weight.absmax", parts["weight.absmax"], 1, torch.uint8)
         sized(f"{module}.weight.nested_absmax", parts["weight.nested_absmax"], outer)
         sized(f"{module}.weight.nested_quant_map", parts["weight.nested_quant_map"], 256)
 
 
-def _four_bits(parts: Mapping[str, Tensor], told: Mapping[str, Any]) -> Tensor:
+def _four_bits(parts: Mapping[str, Tensor], quant_state: Mapping[str, Any]) -> Tensor:
     packed = parts["weight"].contiguous().flatten().view(torch.uint8)
     codes = torch.stack((packed >> 4, packed & 15), -1).flatten()
-    count, size = torch.Size(told["shape"]).numel(), int(told["blocksize"])
+    count, size = torch.Size(quant_state["shape"]).numel(), int(quant_state["blocksize"])
     scales = parts["weight.absmax"]
     if "weight.nested_absmax" in parts:
         table, outer = parts["weight.nested_quant_map"], parts["weight.nested_absmax"]
-        scales = _blocks(table[scales.long()], outer, int(told["nested_blocksize"]))
-        scales = scales + float(told["nested_offset"])
+        scales = _blocks(table[scales.long()], outer, int(quant_state["nested_blocksize"]))
+        scales = scales + float(quant_state["nested_offset"])
     value = parts["weight.quant_map"].float()[codes[:count].long()]
-    return _blocks(value, scales, size).view(told["shape"])
+    return _blocks(value, scales, size).view(quant_state["shape"])
 
 
 def _blocks(value: Tensor, scales: Tensor, size: int) -> Tensor:

@@ -78,16 +78,16 @@ class Gptq(Base):
         return Codes(q, scales, zeros, bits, group, groups)
 
 
-def _group(module: str, count: int, many: int, told: object) -> int:
+def _group(module: str, count: int, many: int, group_size: object) -> int:
     """Columns of a group."""
     if many == 1:
         return count
-    if isinstance(told, int) and told > 0 and -(-count // told) == many:
-        return told
+    if isinstance(group_size, int) and group_size > 0 and -(-count // group_size) == many:
+        return group_size
     if not many or count % many:
         raise CaptureError(
             f"{module}.scales has {many} groups for {count} columns, and quantization_config.group_size is "
-            f"{told!r}: checkpoint and configuration do not match"
+            f"{group_size!r}: checkpoint and configuration do not match"
         )
     return count // many
 

@@ -81,7 +81,7 @@ class Absorbing:
         return torch.stack(found).mean()
 
     def left(
-        self, x: Observed, part: dict[str, Tensor], output: Tensor, cut: int, kept: int
+        self, x: Observed, part: dict[str, Tensor], output: Tensor, cut: int, kept_tokens: int
     ) -> Tensor:
         """The share of the error of dropping that is left where what goes is absorbed."""
         q, k, v = x.queries.float(), x.keys.float(), x.values.float()
@@ -90,9 +90,9 @@ class Absorbing:
         with torch.no_grad():
             scores = x.form.scores(q, at, k, at[:, None])  # [B,G,R,T,T]
             mass = x.form.shares(scores)[:, :, :, :cut, :cut].sum((2, 3))
-            mass[..., cut - max(1, int(kept * NEWEST)) :] = torch.inf
+            mass[..., cut - max(1, int(kept_tokens * NEWEST)) :] = torch.inf
             stays = torch.zeros_like(mass, dtype=torch.bool)
-            stays.scatter_(2, mass.topk(kept, dim=2).indices, True)
+            stays.scatter_(2, mass.topk(kept_tokens, dim=2).indices, True)
             gone = torch.nn.functional.pad(~stays, (0, length - cut))  # [B,G,T]
             scores = scores[:, :, :, cut:]
             want = x.form.shares(scores).flatten(1, 2) @ wide

@@ -136,10 +136,10 @@ class Augmented:
         entry: Entry,
         inputs: Mapping[str, Any],
         seen: Tensor | None = None,
-        own: Mapping[str, Tensor] | None = None,
+        trained: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """What an entry gives; of the slots that positions let columns see, those that are `seen` [T,C]."""
-        params = {**self.fixed, **(own or {})}
+        params = {**self.fixed, **(trained or {})}
         return dict(zip(entry.outputs, _values(entry.graph, params, inputs, seen), strict=True))
 
 

@@ -45,11 +45,11 @@ class Rounds:
     """What a head reads [F] after each level of drafts, and whether going on was right; by text."""
 
     method: OfRounds
-    found: list[list[tuple[Array, bool]]] = field(default_factory=list)
+    outcomes: list[list[tuple[Array, bool]]] = field(default_factory=list)
 
     def examples(self, texts: Iterable[int]) -> tuple[Tensor, Tensor]:
         """[N,F] and [N], of these texts."""
-        every = [one for text in texts for one in self.found[text]]
+        every = [one for text in texts for one in self.outcomes[text]]
         x = np.stack([x for x, _ in every])
         return torch.from_numpy(x), torch.tensor([float(y) for _, y in every])
 
@@ -66,7 +66,7 @@ class Recorded(Base):
 
 class _Pace(Pace):
     def __init__(self, rounds: Rounds):
-        self._method, self._into = rounds.method, rounds.found[-1]
+        self._method, self._into = rounds.method, rounds.outcomes[-1]
         self._begin()
 
     def limit(self) -> int:
@@ -91,7 +91,7 @@ def recorded(model: Any, method: OfRounds, prompts: Iterable[Tokens]) -> Rounds:
     methods = {axis: host_method(tables, axis, "") for axis in tables}
     methods["length"] = Recorded(rounds)
     for number, prompt in enumerate(prompts):
-        rounds.found.append([])
+        rounds.outcomes.append([])
         sampler = Standard(temperature=1.0) if number % 2 else Standard()
         rng, most = np.random.default_rng(number), model.facts.max_context
         row = Row(prompt, sampler, rng, limit=NEW, max_context=most)
@@ -127,13 +127,13 @@ class Logged(Kind):
             options = replace(options, length=min(options.length, model.facts.max_context))
             rounds = recorded(model, one, _prompts(source, options))
             names = {"model": sample(model.session), "draft": sample(model.draft_model.session)}
-        held = set(range(0, len(rounds.found), HELD))
-        learnt = rounds.examples(sorted(set(range(len(rounds.found))) - held))
+        held = set(range(0, len(rounds.outcomes), HELD))
+        learnt = rounds.examples(sorted(set(range(len(rounds.outcomes))) - held))
         part = untaught(one, options.inner, torch.Generator().manual_seed(options.seed))
         taught(one, part, *learnt, options.rate)
         told = judged(one, part, *rounds.examples(sorted(held)))
         told |= {"examples": float(len(learnt[1]))}
-        notes = options.told("samples", "length", "rows", "inner", "rate", "seed")
+        notes = options.as_text("samples", "length", "rows", "inner", "rate", "seed")
         notes |= {n: f"{v:.4f}" for n, v in told.items()}
         by, who = made_by(method, read), json.dumps(names)
         file = options.out or kept_at(one.key, who, by)

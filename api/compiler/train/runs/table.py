@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from accel.compiler.load.beside import beside
+from accel.compiler.load.second_model import second_model
 from accel.compiler.measure import measure
 from accel.compiler.pipeline import pipeline
 from accel.compiler.train.kind import Kind, Made
@@ -28,8 +28,10 @@ class Measured(Kind):
         program = source.program
         options = replace(options, length=min(options.length, program.facts.max_context))
         if options.aux is not None:
-            program.beside = beside([method], pipeline(), program.facts, source.tokenizer)
+            program.second_model = second_model(
+                [method], pipeline(), program.facts, source.tokenizer
+            )
         rows = source.rows(options.length, options.rows, options.seed)
-        told = options.told("samples", "length", "rows", "seed")
+        told = options.as_text("samples", "length", "rows", "seed")
         file = measure(method, program, rows, told, options.out, source.progress, source.say)
         return Made(file, f"{options.samples * options.rows} rows of {options.length} tokens")

@@ -205,7 +205,7 @@ def test_what_eviction_keeps_is_in_codes_too():
     found = []
     for recipe, target in ((evict, "eager"), (both, "onnx")):
         with accel.optimize(model, recipe, max_context=64, target=target) as compiled:
-            kept = {s.role: s.dtype for s in compiled.program.state if s.kept}
+            kept = {s.role: s.dtype for s in compiled.program.state if s.written_between_steps}
             with compiled.session() as session:
                 first, then = session.run(TOKENS[:1, :15]), session.run(TOKENS[:1, 15:18])
                 found.append(np.concatenate([first, then], 1))

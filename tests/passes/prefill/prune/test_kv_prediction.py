@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
-from accel.compiler.load.beside import beside
+from accel.compiler.load.second_model import second_model
 from accel.compiler.over_state import keys_of, over_state
 from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
@@ -161,7 +161,7 @@ def mapped_by(folder, file, name="same", change=lambda parts: parts):
     path, module = folder
     method = KvPrediction(aux=str(path / name))
     program = over_state(capture(module, max_context=64))
-    program.beside = beside([method], pipeline(), program.facts, None)
+    program.second_model = second_model([method], pipeline(), program.facts, None)
     ids = torch.randint(0, 90, (4, 41), generator=torch.Generator().manual_seed(1))
     parts = change(measured(method, program, [(ids, torch.ones(4, 40))]))
     write(method, file, parts, measured_for(method, program, keys_of(program)), {})

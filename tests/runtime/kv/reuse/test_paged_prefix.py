@@ -258,7 +258,7 @@ def test_threads_share_a_pool(build, built):
 
 def test_the_check_after_the_pass_sees_wrong_blocks(captured, monkeypatch):
     check = NumericCheck(captured("llama"))
-    steps = pipeline(own=[Paged()])
+    steps = pipeline(recipe_passes=[Paged()])
     steps = steps[: 2 + next(i for i, s in enumerate(steps) if isinstance(s, Head))]
     assert isinstance(steps[-1], Paged) and run(captured("llama"), steps, check)
     right = Paged._pool

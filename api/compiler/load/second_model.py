@@ -15,7 +15,7 @@ from accel.passes.state.latent import Latent
 from accel.runtime.inputs.text import Tokenizer
 
 
-def beside(
+def second_model(
     steps: Sequence[Pass], every: Sequence[Pass], facts: Facts, tokenizer: Tokenizer | None
 ) -> Program | None:
     """The model whose folder one of `steps` names, without state, recognised by those of the passes of `every` model
@@ -23,10 +23,10 @@ def beside(
 
     Raises AccelError: there is no such folder, or its tokens are others.
     """
-    named = next((step for step in steps if step.beside), None)
+    named = next((step for step in steps if step.second_model_folder), None)
     if named is None:
         return None
-    path, who = Path(named.beside), type(named).__name__
+    path, who = Path(named.second_model_folder), type(named).__name__
     if not path.is_dir():
         raise RecipeError(f"{who}: {path} is not a folder; set `aux` to a Hugging Face directory")
     source = open_source(path)

@@ -20,14 +20,14 @@ def joined(keys: Tensor, values: Tensor) -> Tensor:
     return torch.cat([x.transpose(1, 2).flatten(2) for x in (keys, values)], dim=2)
 
 
-def reader(beside: Program) -> Reader:
+def reader(second_model: Program) -> Reader:
     """A function of tokens and positions [B,T] (-1: padding): of each layer that attends its keys before RoPE and its
     values [B,T,F], by a program without state. Raises PassError where it has none.
     """
-    sites = beside.nodes(attention.default, entry=beside.step)
-    if not sites or beside.facts.encoder is not None:
+    sites = second_model.nodes(attention.default, entry=second_model.step)
+    if not sites or second_model.facts.encoder is not None:
         raise PassError(
-            f"{beside.facts.name} has no layer that attends to its tokens alone; name a decoder with attention"
+            f"{second_model.facts.name} has no layer that attends to its tokens alone; name a decoder with attention"
         )
     wanted: list[fx.Node] = []
     for site in sites:
@@ -37,7 +37,7 @@ def reader(beside: Program) -> Reader:
 
     def read(tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         given = {"tokens": tokens, "positions": positions}
-        found = evaluate(wanted, beside.params, given)
+        found = evaluate(wanted, second_model.params, given)
         return tuple(joined(*found[i : i + 2]) for i in range(0, len(found), 2))
 
     return read

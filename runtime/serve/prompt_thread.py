@@ -21,7 +21,7 @@ class Part:
     future: Future[None]
 
 
-class Beside:
+class PromptThread:
     """Runs parts of prompts while others decode. All methods are of the engine's thread. `cores`: those of all calls
     together.
     """
