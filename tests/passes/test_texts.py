@@ -64,7 +64,7 @@ def test_a_program_by_hand_says_what_it_is_and_is_written_as_programs_are(name, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pass_names_its_programs(name):
-    assert f"`tests/passes/texts/{name}.before.txt`" in (type(step_of(name)).__doc__ or "")
+    assert f"`tests/passes/texts/{name}.before.txt`" in (type(step_of(name).method).__doc__ or "")
 
 
 @pytest.mark.few(9)

@@ -161,9 +161,9 @@ def _read(
 
 
 def _decoded(
-    editor: Editor, cache: _Cache, given: list[fx.Node], like: fx.Node, coarse: bool = False
+    editor: Editor, cache: _Cache, operands: list[fx.Node], like: fx.Node, coarse: bool = False
 ) -> fx.Node:
-    """What is stored of a buffer [B,G,P R,D]. given: its parts, and the positions where keys are turned."""
+    """What is stored of a buffer [B,G,P R,D]. operands: its parts, and the positions where keys are turned."""
     layer = cache.layer
     turned = layer.tables(editor) if layer.turned else []
     decode = layer.decode_coarse if coarse else layer.decode
@@ -171,7 +171,7 @@ def _decoded(
         editor,
         f"{cache.state.name}.stored",
         decode,
-        *given,
+        *operands,
         *turned,
         *layer.operands(editor),
         like=like,
@@ -181,7 +181,7 @@ def _decoded(
 
 
 def _spanning(
-    editor: Editor, cache: _Cache, given: list[fx.Node], spanning: Spanning, like: fx.Node
+    editor: Editor, cache: _Cache, operands: list[fx.Node], spanning: Spanning, like: fx.Node
 ) -> fx.Node:
     """The same of a codec that reads it by what other layers were read as."""
     layer = cache.layer
@@ -191,7 +191,7 @@ def _spanning(
         editor,
         f"{cache.state.name}.stored",
         layer.decode_both,
-        *(*given, *turned, *near, *constants),
+        *(*operands, *turned, *near, *constants),
         like=like,
         key=("decode both", layer),
     )
@@ -200,20 +200,20 @@ def _spanning(
 
 
 def _chosen(
-    editor: Editor, cache: _Cache, coarse: fx.Node, given: list[fx.Node], like: fx.Node
+    editor: Editor, cache: _Cache, coarse: fx.Node, operands: list[fx.Node], like: fx.Node
 ) -> fx.Node:
     """The same, coarsely where the bool `coarse` [] holds: then the other parts are not read."""
     graphs = []
     for part in (True, False):
         graph = fx.Graph()
-        holders = [graph.placeholder(str(node.target)) for node in (coarse, *given)]
-        for holder, node in zip(holders, (coarse, *given), strict=True):
+        holders = [graph.placeholder(str(node.target)) for node in (coarse, *operands)]
+        for holder, node in zip(holders, (coarse, *operands), strict=True):
             holder.meta["val"] = node.meta["val"]
         inner = Editor(editor.program, graph)
         graph.output((_decoded(inner, cache, holders[1:], like, part),))
         graphs.append(graph)
     call = editor.graph.call_function(
-        Conditional(f"read.{cache.state.name}", *graphs), (coarse, *given)
+        Conditional(f"read.{cache.state.name}", *graphs), (coarse, *operands)
     )
     (value,) = next(iter(graphs[0].find_nodes(op="output"))).args[0]
     call.meta |= {"val": (value.meta["val"],), "layer": like.meta["layer"]}
@@ -367,12 +367,12 @@ def _taken(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _moved_positions(
-    stored: Tensor, held: Tensor, fresh: Tensor, places: Tensor, tail: Tensor
+    stored: Tensor, recent: Tensor, fresh: Tensor, places: Tensor, tail: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Positions of the blocks [B,1,P,R] and of what stays [B,M], -1 where there is nothing."""
-    new = blocks_of(held[:, None, :, None], fresh)[..., 0]
+    new = blocks_of(recent[:, None, :, None], fresh)[..., 0]
     (rows,) = _rows(1, places)
     kept = _taken(torch.cat((stored, new), dim=2), rows)
     kept = kept.masked_fill((places < 0)[:, None, :, None], -1)
-    left = held.gather(1, tail.clamp(min=0)).masked_fill(tail < 0, -1)
+    left = recent.gather(1, tail.clamp(min=0)).masked_fill(tail < 0, -1)
     return kept, left

@@ -16,11 +16,11 @@ Place = tuple[int, str]  # of a buffer: the layer and the role
 
 @dataclass
 class Spanning:
-    """Blocks [B,G,P,R,D] of each buffer, as the codec gets them: those that are `held`, and what they are `read` as.
+    """`blocks` [B,G,P,R,D] of each buffer, as the codec gets them, and what they are `read` as.
     Layers come from the first on, keys before values.
     """
 
-    held: dict[Place, fx.Node] = field(default_factory=dict)
+    blocks: dict[Place, fx.Node] = field(default_factory=dict)
     read: dict[Place, fx.Node] = field(default_factory=dict)
 
     def near(self, layer: Layer, written: bool) -> list[fx.Node]:
@@ -29,8 +29,8 @@ class Spanning:
         places: dict[str, tuple[dict[Place, fx.Node], Place]] = {
             "read": (self.read, (number - 1, role)),
             "keys": (self.read, (number, "k")),
-            "above": (self.held, (number + 1, role)),
-            "beneath": (self.held, (number - 1, role)),
+            "above": (self.blocks, (number + 1, role)),
+            "beneath": (self.blocks, (number - 1, role)),
         }
         return [of[place] for of, place in (places[name] for name in layer.near(written))]
 
@@ -46,18 +46,18 @@ class Spanning:
         """Blocks at the slots fresh [F,R] of a buffer."""
         turned = [positions, *layer.tables(editor)] if layer.turned else []
 
-        def held(fresh: Tensor, recent: Tensor, *turned: Tensor) -> Tensor:
+        def gathered(fresh: Tensor, recent: Tensor, *turned: Tensor) -> Tensor:
             at = [blocks_of(where[:, None, :, None], fresh)[..., 0] for where in turned[:1]]
             return layer.joined(blocks_of(recent, fresh), *at, *turned[1:])
 
-        self.held[layer.number, layer.role] = trace(
-            editor, f"compress.{name}", held, fresh, recent, *turned, key=("held", layer)
+        self.blocks[layer.number, layer.role] = trace(
+            editor, f"compress.{name}", gathered, fresh, recent, *turned, key=("held", layer)
         )
 
     def encode(self, editor: Editor, layer: Layer, name: str) -> list[fx.Node]:
         """The parts of a buffer's blocks, in their order; what they are read as is known then."""
         place, constants = (layer.number, layer.role), layer.operands(editor)
-        operands = (self.held[place], *self.near(layer, written=True), *constants)
+        operands = (self.blocks[place], *self.near(layer, written=True), *constants)
         made: dict[str, Any] = trace(
             editor, f"compress.{name}", layer.encode_joined, *operands, key=("encode", layer)
         )

@@ -93,7 +93,7 @@ class LeanK(Fitted, Base):
         if progress < _FIRST:
             cost = _SPARSE * torch.cat([a.flatten() for a in alphas.values()]).mean()
             return self._wrong(alphas, rows) + cost
-        kept = self.kept(alphas)
+        kept = self.channels_kept(alphas)
         through = {i: kept[i].float() + a - a.detach() for i, a in alphas.items()}
         return self._wrong(through, rows)
 
@@ -125,7 +125,7 @@ class LeanK(Fitted, Base):
         found: Tensor = x.form.shares(scores)[:, :, 0] @ values
         return found
 
-    def kept(self, alphas: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def channels_kept(self, alphas: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Which channels [G,D] each layer keeps; a head's number goes by the ranks of its alphas among all heads'."""
         flat = torch.cat([a.detach().flatten() for a in alphas.values()])
         most = round((1 - self.ratio) * flat.numel())
@@ -147,7 +147,7 @@ class LeanK(Fitted, Base):
     def constants(self, parts: Parts) -> Parts:
         """`channels` [n] that a layer keeps, of G D, in order; `place` [G D] of each among them, n where it is none."""
         found: Parts = {}
-        kept = self.kept({layer: part["alpha"] for layer, part in parts.items()})
+        kept = self.channels_kept({layer: part["alpha"] for layer, part in parts.items()})
         for layer, stays in kept.items():
             stays = stays.flatten()
             channels = stays.nonzero()[:, 0]

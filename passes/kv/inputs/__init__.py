@@ -76,7 +76,7 @@ class EntryInputs:
         """An input of these sizes."""
         return self.placeholder(name, self.blank(shape, dtype))
 
-    def held(self, name: str) -> fx.Node:
+    def shared(self, name: str) -> fx.Node:
         """An input that the step has, too."""
         return self.placeholder(name, self.program.step.input(name).meta["val"])
 

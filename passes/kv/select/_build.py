@@ -55,7 +55,7 @@ class Build:
             self.letters[letter] = self.editor.symbol(letter, _EXAMPLE - 2 * len(self.letters))
         return letter
 
-    def held(
+    def declare(
         self, part: Part, layer: int | None, values: Mapping[str, Stored], fill: float = 0
     ) -> dict[str, fx.Node]:
         """Declare state, and what it holds before the call."""
@@ -123,7 +123,7 @@ class Build:
         self,
         layer: int,
         function: Callable[[Named], Any],
-        given: tuple[fx.Node, ...],
+        operands: tuple[fx.Node, ...],
         names: tuple[str, ...],
         key: Hashable,
         table: Constants,
@@ -131,7 +131,7 @@ class Build:
         """What a function does with operands, the first (a condition) left out, and with parameters of its own."""
         graph = fx.Graph()
         holders = []
-        for i, node in enumerate(given):
+        for i, node in enumerate(operands):
             known = str(node.target) if node.op == "placeholder" else f"x{i}"
             holders.append(graph.placeholder(known))
             holders[-1].meta["val"] = node.meta["val"]

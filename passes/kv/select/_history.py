@@ -90,9 +90,9 @@ class Histories(Fitted, Base):
         `inside` (bool [M,N]); whatever elsewhere. shared: the tensors of `shared`.
         """
 
-    def between(self, own: Tensor, blocks: Tensor) -> Tensor:
+    def between(self, slots: Tensor, blocks: Tensor) -> Tensor:
         """Which of blocks [N] lie between the sinks and the window of tokens in slots [B,T]: bool [B,T,N]."""
-        whole = (own + 1 - self.window - self.sinks).div(self.block, rounding_mode="floor")
+        whole = (slots + 1 - self.window - self.sinks).div(self.block, rounding_mode="floor")
         first = self.sinks // self.block
         return (blocks >= first) & (blocks < first + whole.clamp(min=0)[..., None])
 
@@ -133,8 +133,8 @@ class Histories(Fitted, Base):
         groups, heads = int(sizes(x.k)[1]), int(sizes(x.q)[1])
         shared = build.trained[ALL]
         image = ("float32", ("B", self.ring, heads, build.every(self.block)))
-        held = build.held(Part.CHOICE, layer, {"attention": image})
-        held |= build.held(Part.CHOICE, layer, {PLACES: ("int64", ("B", self.ring))}, -1)
+        held = build.declare(Part.CHOICE, layer, {"attention": image})
+        held |= build.declare(Part.CHOICE, layer, {PLACES: ("int64", ("B", self.ring))}, -1)
         asked = {**build.asked(node), "keys": x.k, **({} if x.sink is None else {"sink": x.sink})}
         pages, noted = build.either(
             node, "choose", partial(self._chosen, list(shared), form), partial(_none, groups, heads),

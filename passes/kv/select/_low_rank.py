@@ -102,8 +102,8 @@ class LowRank(Pages):
         parts = self.stored(build, node)
         if CODED not in program.step.inputs:
             build.letters["C"] = x.k.meta["val"].shape[2]
-            build.held(Part.LOW_RANK, None, {"coded": ("int64", ("B",))})
-        held = build.held(
+            build.declare(Part.LOW_RANK, None, {"coded": ("int64", ("B",))})
+        held = build.declare(
             Part.LOW_RANK, layer,
             {"keys": ("float32", ("B", 1, "C", rank)), "basis": ("float32", ("B", groups, rank, width))},
         )  # fmt: skip
@@ -181,19 +181,19 @@ class LowRank(Pages):
         inputs = EntryInputs(program, graph, Editor(program, program.step.graph))
         stretch = [inputs.new(n, inputs.batch) for n in ("start", "stop")]
         stretch.append(inputs.new("ranks", inputs.source.symbol("N", _TOKENS)))
-        stretch.append(inputs.held(POSITIONS))
+        stretch.append(inputs.shared(POSITIONS))
         editor = Editor(program, graph)
         outputs: dict[str, fx.Node] = {}
         given: dict[int, list[fx.Node]] = {}
         if name == FACTOR.name:
-            told, held = inputs.new("coded", inputs.batch), inputs.held(CODED)
+            told, held = inputs.new("coded", inputs.batch), inputs.shared(CODED)
             outputs[output_of(CODED)] = trace(editor, CODED, _moved, held, told, key="coded")
         for layer in layers:
-            given[layer] = [inputs.held(str(cache_of(sites[layer], Part.KEYS).target))]
+            given[layer] = [inputs.shared(str(cache_of(sites[layer], Part.KEYS).target))]
             if name == FACTOR.name:
                 shape = inputs.batch, *self._shape(program, layer)
                 given[layer].append(inputs.new(directions_of(layer), *shape, dtype=torch.float32))
-                given[layer] += [inputs.held(n) for n in _held(layer)]
+                given[layer] += [inputs.shared(n) for n in _held(layer)]
         for layer in layers:
             rotation = rotation_of(program, appended(sites[layer]), "keys", _INSTEAD)
             tables = rotation.tables(editor) if rotation is not None else ()
@@ -261,9 +261,9 @@ def _factored(
     return written(low, (joined @ directions.mT.flatten(1, 2))[:, None], at, end), new
 
 
-def _moved(held: Tensor, told: Tensor) -> Tensor:
-    """What rows are told; -1: what they hold."""
-    return torch.where(told >= 0, told, held)
+def _moved(old: Tensor, new: Tensor) -> Tensor:
+    """The new value of each row; -1: the old one."""
+    return torch.where(new >= 0, new, old)
 
 
 def _no_lists(groups: int, x: Named) -> tuple[Tensor, Tensor]:

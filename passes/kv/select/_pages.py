@@ -89,7 +89,7 @@ class Pages(_Scored, Base):
         return {}
 
     def update(
-        self, held: Named, keys: Tensor, q_pos: Tensor, slots: Tensor, **table: Tensor
+        self, parts: Named, keys: Tensor, q_pos: Tensor, slots: Tensor, **table: Tensor
     ) -> Named:
         """The parts [B,G,N,…] as they are after a call of positions [B,T] wrote its keys from slots [B] on into
         [B,G,C,D]. A method may give what it says of full pages by an operator of its own, in place.
@@ -97,7 +97,7 @@ class Pages(_Scored, Base):
         first, count = pages_written(keys, q_pos, slots, self.page)
         new = {"keys": kv_pages(keys, first, count, self.page), **table}
         found = named_call(self.summary, new)
-        return {name: kv_append(old, found[name], first) for name, old in held.items()}
+        return {name: kv_append(old, found[name], first) for name, old in parts.items()}
 
     def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
         """Scores of a group's heads [B,G,R,T,N], pages that each token may choose (bool [B,1,1,T,N]) ->
@@ -131,7 +131,7 @@ def stored(method: Pages, build: Build, node: fx.Node, suffix: str = "") -> dict
     if not declared:
         return {}
     every = build.every(method.page)
-    held = build.held(
+    held = build.declare(
         Part.PAGES, layer,
         {f"{n}{suffix}": (dtype, ("B", groups, every, *tail)) for n, (dtype, tail) in declared.items()},
     )  # fmt: skip

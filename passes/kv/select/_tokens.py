@@ -49,7 +49,7 @@ class Memory:
     merged: bool = False
 
     @property
-    def beside(self) -> list[str]:
+    def of_call(self) -> list[str]:
         """What a choice gives for the call alone."""
         return ["whole"] * self.whole + ["out", "lse"] * self.merged
 
@@ -92,11 +92,11 @@ class Tokens(Base):
         entries: dict[str, Stored] = {
             n: (dtype, ("B", RING, *tail)) for n, (dtype, tail) in memory.entries.items()
         }
-        held = build.held(Part.CHOICE, layer, entries)
+        held = build.declare(Part.CHOICE, layer, entries)
         if held:
-            held |= build.held(Part.CHOICE, layer, {PLACES: ("int64", ("B", RING))}, -1)
+            held |= build.declare(Part.CHOICE, layer, {PLACES: ("int64", ("B", RING))}, -1)
         lasting = {n: ("float32", ("B", 1, build.every(1))) for n in memory.lasting}
-        noted = build.held(Part.PAGES, layer, lasting, -1)
+        noted = build.declare(Part.PAGES, layer, lasting, -1)
         merged = int(sizes(x.v)[3]) if memory.merged else 0
         pages, *after = build.either(
             node, "choose", partial(self._chosen, memory, form),
@@ -104,7 +104,7 @@ class Tokens(Base):
             {**build.asked(node), **read, **{_OLD + n: old for n, old in held.items()}},
             (self, form, groups, merged),
         )  # fmt: skip
-        found = dict(zip((*memory.beside, *held, *noted), after, strict=True))
+        found = dict(zip((*memory.of_call, *held, *noted), after, strict=True))
         if memory.whole:
             asked = {"pages": pages, "whole": found["whole"], "k_pos": x.k_pos}
             asked["slots"] = build.program.step.input("slots")
@@ -138,7 +138,7 @@ class Tokens(Base):
             known = (places.gather(1, at) == last)[:, 0] & (last[:, 0] >= 0)
             before = {n: _entry(v, at)[:, 0] for n, v in held.items()}
             listed, new = self.choose(x, form, before, known)
-        found = [listed, *(new[name] for name in memory.beside)]
+        found = [listed, *(new[name] for name in memory.of_call)]
         if held:
             # entry i is of the token of the call whose position is i modulo RING, if there is one
             token = torch.arange(RING, device=at.device) - positions[:, :1]

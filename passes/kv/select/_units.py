@@ -131,12 +131,12 @@ class Units(_Grouped, Tokens):
         units = build.every(self.size)
         if ORIGIN not in program.step.inputs:
             build.letters["C"] = keys.meta["val"].shape[2]
-            build.held(Part.UNITS, None, {"origin": ("int64", ("B",))}, self.sinks)
+            build.declare(Part.UNITS, None, {"origin": ("int64", ("B",))}, self.sinks)
         values: dict[str, Stored] = {
             "label": ("int64", ("B", groups, "C")),
             MEAN: ("float32", ("B", groups, units, width)),
         }
-        held = build.held(Part.UNITS, layer, values)
+        held = build.declare(Part.UNITS, layer, values)
         return {"origin": program.step.input(ORIGIN), **held}
 
     def search(
@@ -191,7 +191,7 @@ class Units(_Grouped, Tokens):
         asked["numbers"] = inputs.new("numbers", inputs.source.symbol("U", _NEW))
         if self.plan.marks:
             asked["marks"] = inputs.new("marks", batch, ranks)
-        origin = inputs.held(ORIGIN)
+        origin = inputs.shared(ORIGIN)
         sites = [
             n for n in program.step.graph.find_nodes(op="call_function", target=attention.default)
             if n.kwargs.get("pages") is not None
@@ -202,7 +202,7 @@ class Units(_Grouped, Tokens):
             caches = [str(n.target) for n in _between(x.k) if n.op == "placeholder"]
             names = {n: name_of(Part.UNITS, layer, detail=n) for n in ("label", MEAN)}
             names |= {n: name_of(Part.PAGES, layer, detail=n) for n in self._lasting(node)}
-            held = {n: inputs.held(n) for n in (*caches, *names.values())}
+            held = {n: inputs.shared(n) for n in (*caches, *names.values())}
             given[node] = {n: held[name] for n, name in names.items()}
         editor = Editor(program, graph)
         moved = trace(editor, ORIGIN, _moved, origin, asked["stop"], asked["origin"], key="origin")
@@ -274,8 +274,8 @@ def _between(keys: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def _copied(graph: fx.Graph, nodes: list[fx.Node], held: dict[str, fx.Node]) -> fx.Node:
-    """The last of these nodes in another graph, of caches `held` there by their names."""
+def _copied(graph: fx.Graph, nodes: list[fx.Node], caches: dict[str, fx.Node]) -> fx.Node:
+    """The last of these nodes in another graph, of caches `caches` there by their names."""
     env: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if node.target is kv_append.default:
@@ -283,7 +283,7 @@ def _copied(graph: fx.Graph, nodes: list[fx.Node], held: dict[str, fx.Node]) -> 
             assert isinstance(source, fx.Node)
             env[node] = env[source]
         elif node.op == "placeholder":
-            env[node] = held[str(node.target)]
+            env[node] = caches[str(node.target)]
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
     return env[nodes[-1]]

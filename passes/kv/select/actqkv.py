@@ -143,20 +143,20 @@ class Actqkv(Tables, Units):
         weights: Tensor,
         which: Tensor,
         origin: Tensor,
-        own: Tensor,
+        slots: Tensor,
         before: Mapping[str, Tensor],
         known: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The weighted sum [B,T,H,D] of the queries [B,T,H,D] of each token's chunk so far, and the sum of the
         `weights` [B,T]. which [B,T]: the number of each token's chunk. before, known: see `search`.
         """
-        number = torch.arange(own.shape[1], device=own.device)
+        number = torch.arange(slots.shape[1], device=slots.device)
         same = (which[..., None] == which[:, None]) & (number <= number[:, None])  # [B,T,T]
         weighted = (weights[..., None, None] * queries).nan_to_num()
-        goes = (own - number - 1 >= origin[:, None]) & known[
+        goes = (slots - number - 1 >= origin[:, None]) & known[
             :, None
         ]  # the token before is generated, too
-        last = (own - number - 1 - origin[:, None]).div(self.chunk, rounding_mode="floor")
+        last = (slots - number - 1 - origin[:, None]).div(self.chunk, rounding_mode="floor")
         first = (goes & (last == which)).to(queries.dtype)
         share = same.to(queries.dtype)
         total = (share @ weighted.flatten(2)).view_as(queries)

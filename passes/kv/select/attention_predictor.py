@@ -83,28 +83,28 @@ class AttentionPredictor(Histories):
                 wrong.append((found - wanted)[inside].square().mean())
         return torch.stack(wrong).mean()
 
-    def example(self, told: Observed, drawn: int) -> tuple[Tensor, Tensor, Tensor]:
+    def example(self, observed: Observed, drawn: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of one token of rows: the history [M,history,N], which blocks lie between (bool [M,N]), and what the token
         gives to these [M,N]; M = B H. `drawn` is which, modulo those that have a history. Raises PassError where rows
         are too short.
         """
-        tokens = told.keys.shape[2]
+        tokens = observed.keys.shape[2]
         first = max(self.history, self.sinks + self.window + LEAST * self.block)
         if tokens <= first:
             raise PassError(
                 f"{self.key}: rows of {tokens} tokens have no history; give --length {first + 1} or more"
             )
         token = first + drawn % (tokens - first)
-        seen = self.noted(told, token - self.history, token + 1)
+        seen = self.noted(observed, token - self.history, token + 1)
         inside = self.between(torch.tensor([[token]]), torch.arange(seen.shape[3]))[0]  # [1,N]
         image = (seen[:, :, :-1] * inside).flatten(0, 1)
         return image, inside.expand(len(image), -1), seen[:, :, -1].flatten(0, 1)
 
-    def noted(self, told: Observed, start: int, stop: int) -> Tensor:
+    def noted(self, observed: Observed, start: int, stop: int) -> Tensor:
         """What tokens start..stop-1 of rows give to blocks between their sinks and window [B,H,stop-start,N]."""
-        tokens, at, places = told.keys.shape[2], told.positions, torch.arange(start, stop)
-        asked = told.queries[:, :, start:stop], at[:, start:stop], told.keys, at[:, None]
-        share = told.form.weights(*asked).flatten(1, 2)
+        tokens, at, places = observed.keys.shape[2], observed.positions, torch.arange(start, stop)
+        asked = observed.queries[:, :, start:stop], at[:, start:stop], observed.keys, at[:, None]
+        share = observed.form.weights(*asked).flatten(1, 2)
         share = F.pad(share, (0, -tokens % self.block)).unflatten(3, (-1, self.block)).amax(4)
         kept: Tensor = share * self.between(places[None], torch.arange(share.shape[3]))
         return kept

@@ -27,9 +27,9 @@ class Quest(Pages):
         return {"high": keys.amax(3), "low": keys.amin(3)}
 
     def update(
-        self, held: Named, keys: Tensor, q_pos: Tensor, slots: Tensor, **table: Tensor
+        self, parts: Named, keys: Tensor, q_pos: Tensor, slots: Tensor, **table: Tensor
     ) -> Named:
-        high, low = page_range(held["high"], held["low"], keys, q_pos, slots, self.page)
+        high, low = page_range(parts["high"], parts["low"], keys, q_pos, slots, self.page)
         return {"high": high, "low": low}
 
     def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:

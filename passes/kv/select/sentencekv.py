@@ -108,7 +108,7 @@ class Sentencekv(Units):
         self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """See Units. The mean of each token's queries; where it has too few, it reads everything."""
-        total, count = self.held(x["queries"].float(), x["ends"], before, known)
+        total, count = self.query_sums(x["queries"].float(), x["ends"], before, known)
         mean = total / count.clamp(min=1)[..., None, None]
         new = {"sum": total, "count": count, "whole": count < _FEWEST}
         return (
@@ -117,7 +117,7 @@ class Sentencekv(Units):
             new,
         )
 
-    def held(
+    def query_sums(
         self, queries: Tensor, ends: Tensor, before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The sum [B,T,H,D] and number [B,T] of the queries since the last sentence end, each token's own [B,T,H,D]

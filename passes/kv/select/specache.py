@@ -98,7 +98,7 @@ class Specache(Tokens):
         for role, cache in (("k", x.k), ("v", x.v)):
             groups, width = int(sizes(cache)[1]), int(sizes(cache)[3])
             copied = self.copied(role, width)
-            held = build.held(
+            held = build.declare(
                 Part.PAGES, layer,
                 {n: (dtype, ("B", groups, every, *tail)) for n, (dtype, tail) in copied.items()},
             )  # fmt: skip

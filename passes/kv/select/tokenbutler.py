@@ -76,7 +76,7 @@ class TokenButler(Fitted, Pages):
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
         return {"q": (-1, -1), "q_bias": (-1,), "k": (-1, -1), "k_bias": (-1,)}
 
-    def kept(self, heads: int, shared: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    def trunk_state(self, heads: int, shared: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
         """What the trunk keeps of a token: name -> (N, W), of N heads of W numbers; the first layer has so many query
         `heads`.
         """
@@ -86,7 +86,7 @@ class TokenButler(Fitted, Pages):
     def trunk(
         self,
         x: Mapping[str, Tensor],
-        held: Mapping[str, Tensor],
+        cache: Mapping[str, Tensor],
         shared: Mapping[str, Tensor],
         append: Append = kv_append,
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -96,12 +96,12 @@ class TokenButler(Fitted, Pages):
         append: what puts new entries into their slots; in training its reference, through which gradients go.
         """
         w, hidden, at = shared, x["hidden"], x["positions"]
-        heads, width = held["k"].shape[1], held["k"].shape[3]
+        heads, width = cache["k"].shape[1], cache["k"].shape[3]
         small = F.linear(F.linear(hidden, w["down"]), w["qkv"])
         q, k, v = (t.unflatten(2, (heads, width)).transpose(1, 2) for t in small.chunk(3, dim=2))
         after = {
-            "k": append(held["k"], turned(k, at), x["slots"]),
-            "v": append(held["v"], v.contiguous(), x["slots"]),
+            "k": append(cache["k"], turned(k, at), x["slots"]),
+            "v": append(cache["v"], v.contiguous(), x["slots"]),
         }
         where = x["k_pos"][:, None, None]  # [B,1,1,C]
         values = after["v"].masked_fill((where < 0).transpose(2, 3), 0.0)
@@ -117,13 +117,13 @@ class TokenButler(Fitted, Pages):
         return torch.cat(both, dim=2), after
 
     def made(
-        self, trunk: Tensor, positions: Tensor, groups: int, own: Mapping[str, Tensor]
+        self, trunk: Tensor, positions: Tensor, groups: int, weights: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """A layer's features of the trunk [B,T,M]: queries [B,T,H,F], keys [B,G,T,F]. own: the tensors of `sizes`."""
+        """A layer's features of the trunk [B,T,M]: queries [B,T,H,F], keys [B,G,T,F]. weights: those of `sizes`."""
         half = trunk.shape[2] // 2
-        width = own["k"].shape[0] // groups
-        queries = F.linear(trunk[..., :half], own["q"], own["q_bias"])
-        keys = F.linear(trunk[..., half:], own["k"], own["k_bias"])
+        width = weights["k"].shape[0] // groups
+        queries = F.linear(trunk[..., :half], weights["q"], weights["q_bias"])
+        keys = F.linear(trunk[..., half:], weights["k"], weights["k_bias"])
         q, k = (
             turned(t.unflatten(2, (-1, width)).transpose(1, 2), positions) for t in (queries, keys)
         )
@@ -171,7 +171,7 @@ class TokenButler(Fitted, Pages):
                 f"{int(sizes(queries)[2])}; train it again for this model"
             )
         shape = ("B", groups, build.every(self.page), int(sizes(keys)[3]))
-        held = build.held(Part.PAGES, layer, {_FEATURE: ("float32", shape)})
+        held = build.declare(Part.PAGES, layer, {_FEATURE: ("float32", shape)})
 
         def appended_(x: Named) -> Named:
             new = self.summary(x["keys"][:, :, :, None])
@@ -188,12 +188,12 @@ class TokenButler(Fitted, Pages):
         first = min(nodes)
         read, shared = operands_of(nodes[first]), build.trained[ALL]
         heads = int(sizes(read.q)[1])
-        kept = self.kept(heads, shared)
+        kept = self.trunk_state(heads, shared)
         build.letters["C"] = read.k_pos.meta["val"].shape[1]
         states = {
             f"{_TRUNK}.{n}": ("float32", ("B", many, "C", w)) for n, (many, w) in kept.items()
         }
-        held = build.held(Part.PAGES, first, states)
+        held = build.declare(Part.PAGES, first, states)
         x = {
             "hidden": source(appended(nodes[first])),
             "positions": program.step.input("positions"),
@@ -253,7 +253,7 @@ class TokenButler(Fitted, Pages):
         batch, tokens, _ = hidden.shape
         at = torch.arange(tokens).expand(batch, -1)
         x = {"hidden": hidden, "positions": at, "k_pos": at, "slots": torch.zeros_like(at[:, 0])}
-        kept = self.kept(rows.layers[min(rows.layers)].queries.shape[1], shared)
+        kept = self.trunk_state(rows.layers[min(rows.layers)].queries.shape[1], shared)
         held = {name: hidden.new_zeros(batch, n, tokens, w) for name, (n, w) in kept.items()}
         trunk, _ = self.trunk(x, held, shared, kv_append.reference)
         seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()

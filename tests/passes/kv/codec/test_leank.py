@@ -46,7 +46,7 @@ def test_training_finds_the_channels_that_queries_read():
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    assert torch.equal(method.kept({0: alpha})[0], NEEDED)
+    assert torch.equal(method.channels_kept({0: alpha})[0], NEEDED)
     learnt, other = (
         float(method.loss({0: {"alpha": x.float()}}, rows(999), 1.0))
         for x in (alpha.detach(), NEEDED.roll(1, 1))
@@ -89,7 +89,7 @@ def test_kept_channels_are_those_of_largest_alpha_in_aligned_numbers():
             assert told[layer]["channels"].tolist() == want
         total = sum(len(t["channels"]) for t in told.values())
         assert abs(total - 0.3 * 9 * 64) <= 9 * alignment / 2 + alignment
-    raw = method_of(ratio=0.0, alignment=5).kept(alphas)
+    raw = method_of(ratio=0.0, alignment=5).channels_kept(alphas)
     assert all(x.all() for x in raw.values())
 
 

@@ -44,7 +44,7 @@ def by_hand(queries, ends, memory, known):
 
 def law_held(method):
     for seed in range(4):
-        total, count = method.held(*call(seed))
+        total, count = method.query_sums(*call(seed))
         want = by_hand(*call(seed))
         torch.testing.assert_close(total.flatten(0, 1), torch.stack([w for w, _ in want]))
         assert count.flatten().tolist() == [n for _, n in want]
@@ -56,9 +56,9 @@ def test_queries_are_held_up_to_the_end_of_their_sentence():
 
 def test_a_sentence_that_begins_with_the_last_one_s_end_is_caught():
     class Broken(Sentencekv):
-        def held(self, queries, ends, before, known):
+        def query_sums(self, queries, ends, before, known):
             late = torch.nn.functional.pad(ends, (1, 0))[:, :-1]  # dropped by the next token
-            return super().held(queries, late, before, known)
+            return super().query_sums(queries, late, before, known)
 
     with pytest.raises(AssertionError):
         law_held(Broken(**Sentencekv.small))
@@ -67,7 +67,7 @@ def test_a_sentence_that_begins_with_the_last_one_s_end_is_caught():
 def test_a_query_that_is_no_number_is_of_its_own_sentence_alone():
     queries, ends, memory, known = call()
     queries[0, 5] = float("nan")
-    total, _ = built("sentencekv").held(queries, ends, memory, known)
+    total, _ = built("sentencekv").query_sums(queries, ends, memory, known)
     assert total.isfinite().all()
 
 

@@ -47,7 +47,7 @@ def case(seed=0):
 def foretold(shared, own, hidden, calls, method=None):
     """Logits [B,H,T,C] of calls that end at these tokens, by the method."""
     method = method or built("tokenbutler")
-    held = {n: torch.zeros(B, h, C, w) for n, (h, w) in method.kept(H, shared).items()}
+    held = {n: torch.zeros(B, h, C, w) for n, (h, w) in method.trunk_state(H, shared).items()}
     keys, queries, start = torch.zeros(B, G, C, F), [], 0
     for end in calls:
         at = torch.arange(start, end).expand(B, -1)
@@ -221,7 +221,9 @@ def test_the_loss_is_of_logits_that_the_mask_shows(program):
     told, hidden = rows.layers[1], rows.hidden
     at = torch.arange(6).expand(2, -1)
     x = {"hidden": hidden, "positions": at, "k_pos": at, "slots": torch.zeros(2, dtype=torch.int64)}
-    held = {n: torch.zeros(2, h, 6, w) for n, (h, w) in fit.method.kept(4, parts[ALL]).items()}
+    held = {
+        n: torch.zeros(2, h, 6, w) for n, (h, w) in fit.method.trunk_state(4, parts[ALL]).items()
+    }
     q, k = fit.method.made(fit.method.trunk(x, held, parts[ALL])[0], at, 2, parts[1])
     wrong = [
         (q[b, t, h] @ k[b, h // 2, s] - told.form.scale * told.queries[b, h, t] @ told.keys[b, h // 2, s]) ** 2
@@ -245,7 +247,9 @@ def test_the_bundled_part_knows_more_than_position():
     assert sum(t.numel() for part in parts.values() for t in part.values()) < 200_000
     at = torch.arange(240)[None]
     x = {"hidden": rows.hidden, "positions": at, "k_pos": at, "slots": torch.zeros(1).long()}
-    held = {n: torch.zeros(1, h, 240, w) for n, (h, w) in fit.method.kept(4, parts[ALL]).items()}
+    held = {
+        n: torch.zeros(1, h, 240, w) for n, (h, w) in fit.method.trunk_state(4, parts[ALL]).items()
+    }
     trunk, _ = fit.method.trunk(x, held, parts[ALL])
     late, random = (
         torch.arange(120, 240),
