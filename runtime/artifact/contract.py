@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,20 @@ def _shown(value: Value) -> str:
     return f"{value.dtype} {list(value.shape) if value.shape is not None else 'of any shape'}"
 
 
+@lru_cache
+def _beneath(name: str, location: str) -> str:
+    """A place as a graph names it, among the artifact's files; empty where it is spelt in another way."""
+    file = (Path(name).parent / location).as_posix()
+    return file if location == Path(location).as_posix() else ""
+
+
 def _place(
     where: str, name: str, place: Mapping[str, str], files: Mapping[str, File]
 ) -> tuple[str, int]:
     """The listed file in which a weight outside a graph lies, whole, and where it ends there."""
     location = place.get("location", "")
-    file = (Path(name).parent / location).as_posix()
-    if file not in files or location != Path(location).as_posix():
+    file = _beneath(name, location)
+    if file not in files:
         raise ArtifactError(
             f"{where}: {unknown('file', location, files)}; it must be listed in {MANIFEST}"
         )

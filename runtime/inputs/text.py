@@ -62,7 +62,8 @@ class Tokenizer:
         self.special = frozenset(
             i for i, token in self._inner.get_added_tokens_decoder().items() if token.special
         )
-        decoder = json.loads(self._inner.to_str())["decoder"]
+        part = self._inner.decoder
+        decoder = None if part is None else json.loads(part.__getstate__())
         parts = (decoder or {}).get("decoders", [decoder])
         kinds = [(part or {}).get("type") for part in parts]
         self.byte_level = kinds == ["ByteLevel"]

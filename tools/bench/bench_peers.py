@@ -35,7 +35,9 @@ class Where:
 
     def environment(self) -> dict[str, str]:
         lent = os.pathsep.join(str(p.resolve()) for p in self.packages)
-        return {**os.environ, "OMP_NUM_THREADS": str(self.threads), "BENCH_PACKAGES": lent}
+        own = {"OMP_NUM_THREADS": str(self.threads), "BENCH_PACKAGES": lent}
+        # modules are compiled once, as where a package is installed
+        return {n: v for n, v in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | own
 
     def find(self) -> dict[str, str]:
         """The python of each engine that is present: the first given one that has it, or else this one."""
