@@ -3,8 +3,10 @@
 import struct
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers as hf
@@ -21,6 +23,7 @@ from accel.compiler.load.source import Gguf, open_source
 from accel.ir.codes import Coded
 from accel.ir.errors import AccelError, RecipeError
 from accel.ir.weights import Pages, reading
+from accel.lowering.onnx import native
 
 from .gguf_case import HALVES, SIZE, TOKENS, Type, blocks, bpe, gguf, spm, write
 
@@ -246,6 +249,37 @@ def test_offsets_are_added(tmp_path, monkeypatch):
                 found = torch.from_numpy(session.run(TOKENS.numpy()))
         errors.append(float((found - wanted).abs().max() / wanted.abs().max()))
     assert errors[0] < 0.1 and min(errors[1:]) > 0.5
+
+
+@pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
+@pytest.mark.parametrize("kind", ["Q4_1", pytest.param("Q5_1", marks=pytest.mark.long)])
+def test_offsets_are_read_by_the_products(kind, model, tmp_path):
+    """The native step has no node for them, and none for the norms, gates and sums around. The build compares it with
+    the model. The control: codes without offsets make as many nodes.
+    """
+    counts = []
+    for name in (kind, "Q8_0"):
+        path = write(model, "llama", tmp_path / f"{name}.gguf", name)
+        with accel.optimize(path, "base", max_context=32) as compiled:
+            file = compiled.artifact.path / "step.native.onnx"
+            nodes = onnx.load(file, load_external_data=False).graph.node
+            counts.append(Counter(n.op_type for n in nodes))
+            if name == kind:
+                read = [n.input[7] for n in nodes if n.op_type == "Linear" and len(n.input) > 7]
+                assert len(read) == 1 + 4 * model.config.num_hidden_layers
+                assert all(name.endswith(".offsets") for name in read)
+    left = counts[0] - counts[1]
+    assert set(left) <= {
+        "Gather",
+        "Reshape",
+        "Unsqueeze",
+        "Expand",
+        "Add",
+        "Slice",
+        "Concat",
+        "Shape",
+    }
+    assert not {"MatMul", "ReduceSum", "RMSNormalization", "Mul"} & set(counts[0])
 
 
 @pytest.mark.long

@@ -88,6 +88,12 @@ def reference(x, q, scales, zeros, bits, block):
     return round_activations(x, block).double() @ rows.T
 
 
+def of_offsets(x, offsets, block):
+    """What offsets [blocks,N] add, in float64."""
+    wide = torch.nn.functional.pad(x, (0, -x.shape[-1] % block)).double()
+    return wide.unflatten(-1, (-1, block)).sum(-1) @ offsets.double()
+
+
 FORMS = [
     (bits, block, zeros)
     for bits, block, zeros in itertools.product((4, 8), (16, 32, 64, 128), (False, True))
@@ -109,6 +115,28 @@ def test_every_form_equals_the_reference(form, dtype, tmp_path):
             torch.testing.assert_close(
                 run(x=x).double(), want, atol=2e-6 * float(want.abs().max()), rtol=0
             )
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_may_have_offsets(form, exact, tmp_path):
+    """Of the exact sums of the input's blocks. The control: those of the rounded input are others."""
+    bits, block, zeros = form
+    for k, n in SIZES:
+        q, scales, points = weight(bits, block, k, n, zeros)
+        offsets = torch.randn(scales.shape[1], n, generator=torch.Generator().manual_seed(1)) * 0.05
+        given = ["x", q, scales, points, None, None, None, offsets]
+        run = linear(tmp_path, given, bits=bits, block=block, exact=exact)
+        for rows in (1, 2, 3, 7, 27):
+            x = torch.randn(1, rows, k, generator=torch.Generator().manual_seed(rows))
+            products = reference(x, q, scales, points, bits, block)
+
+            want = products + of_offsets(x, offsets, block)
+            near = 2e-6 * float(want.abs().max())
+            found = run(x=x).double()
+            torch.testing.assert_close(found, want, atol=near, rtol=0)
+            other = products + of_offsets(round_activations(x, block), offsets, block)
+            assert (found - other).abs().max() > near
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of AVX2")
@@ -136,7 +164,8 @@ def test_rows_are_equal_bit_for_bit(form, tmp_path):
     bits, block = form
     q, scales, _ = weight(bits, block, 704, 300)
     more, norm = torch.randn(1, 33, 300), torch.rand(704)
-    given = ["x", q, scales, None, None, norm, "more"]
+    offsets = torch.randn(scales.shape[1], 300) * 0.05
+    given = ["x", q, scales, None, None, norm, "more", offsets]
     x = torch.randn(1, 33, 704)
 
     def differing(exact):
@@ -171,18 +200,21 @@ def test_what_stands_around_it(gate, tmp_path):
     k, n = 96, 2 * 37
     q, scales, _ = weight(4, 32, k, n)
     bias, norm = torch.randn(n), torch.rand(k)
-    given = ["x", q, scales, None, bias, norm, "more"]
-    run = linear(tmp_path, given, bits=4, block=32, gate=gate, epsilon=1e-3)
-    for repeat in (1, 3):  # few rows, and so many that weights are turned
-        around(run, repeat, q, scales, bias, norm, gate)
+    for offsets in (None, torch.randn(k // 32, n) * 0.05):
+        given = ["x", q, scales, None, bias, norm, "more", offsets]
+        run = linear(tmp_path, given, bits=4, block=32, gate=gate, epsilon=1e-3)
+        for repeat in (1, 3):  # few rows, and so many that weights are turned
+            around(run, repeat, q, scales, bias, norm, gate, offsets)
 
 
-def around(run, repeat, q, scales, bias, norm, gate):
+def around(run, repeat, q, scales, bias, norm, gate, offsets):
     k, n = norm.numel(), bias.numel()
     x = torch.randn(2, 5, k) * torch.tensor([1e-20, 1.0, 1e4, 0.0, 30.0])[:, None]
     x = x.repeat(1, repeat, 1)
     normed = torch.nn.functional.rms_norm(x, (k,), norm, 1e-3)
     want = reference(normed, q, scales, None, 4, 32) + bias
+    if offsets is not None:
+        want = want + of_offsets(normed, offsets, 32)
     if gate:
         want = GATES[gate](want[..., : n // 2]) * want[..., n // 2 :]
     more = torch.randn(want.shape)
@@ -204,6 +236,10 @@ def test_sizes_that_do_not_fit_are_an_error_not_a_crash(tmp_path):
     run = linear(tmp_path, ["x", q, scales, None, None, None, "more"], bits=4, block=32)
     with pytest.raises(Exception, match="Linear: "):
         run(x=torch.zeros(1, 2, 64), more=torch.zeros(1, 1, 8))
+    for offsets in (torch.zeros(8, 2), torch.zeros(3, 8)):
+        run = linear(tmp_path, ["x", q, scales, *[None] * 4, offsets], bits=4, block=32)
+        with pytest.raises(Exception, match="Linear: "):
+            run(x=torch.zeros(1, 2, 64))
 
 
 # Whole steps: with the nodes around put inside, and without.

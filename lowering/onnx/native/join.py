@@ -27,14 +27,14 @@ DRAWN = {"Attention": "DrawnAttention", "AttentionInt8": "DrawnAttentionInt8"}
 
 
 def join(b: Builder, outputs: Collection[str]) -> None:
-    """Let Linear take in norms, gates and sums, and Attention the layout of its rows and codes."""
+    """Let Linear take in offsets, norms, gates and sums, and Attention the layout of its rows and codes."""
     read = {value for node in b.nodes for value in reads(node)}.union(outputs)
     b.nodes = [
         n
         for n in b.nodes
         if n.op_type not in ("Decode", "DecodeGroups", "LookUp") or read.intersection(n.output)
     ]
-    for rewrite in (_norms, _gates, _sums, _draws, _places):
+    for rewrite in (_offsets, _norms, _gates, _sums, _draws, _places):
         rewrite(_Graph(b, outputs))
 
 
@@ -105,6 +105,29 @@ class _Graph:
         self.b.nodes = nodes
 
 
+def _offsets(g: _Graph) -> None:
+    """Linear + sums of the input's blocks @ offsets: its weights are codes that have an offset for each block."""
+    for total in g.of("Add"):
+        for own, more in (total.input, list(total.input)[::-1]):
+            linear, product = g.only(own, "Linear", DOMAIN), g.only(more, "MatMul")
+            sums = g.maker(product.input[0], "ReduceSum") if product is not None else None
+            blocks = g.maker(sums.input[0], "Reshape") if sums is not None else None
+            if linear is None or product is None or sums is None or blocks is None:
+                continue
+            shape, axes = g.ints(blocks.input[1]), g.ints(sums.input[1])
+            if axes not in ([-1], [len(shape) - 1]) or attributes(sums).get("keepdims", 1):
+                continue
+            if blocks.input[0] != linear.input[0]:
+                continue
+            if any(linear.input[5:]) or shape[-1:] != [attributes(linear)["block"]]:
+                continue
+            _operand(linear, 7, product.input[1])
+            linear.output[0] = total.output[0]
+            g.replace([product], total, linear)
+            break
+    g.b.prune(g.outputs)  # the input's blocks, which norms are read by
+
+
 def _norms(g: _Graph) -> None:
     """norm -> Linear: the norm is part of rounding the input."""
     for norm in g.of("RMSNormalization"):
@@ -150,7 +173,8 @@ def _sums(g: _Graph) -> None:
     for total in g.of("Add"):
         for own, more in (total.input, list(total.input)[::-1]):
             linear = g.only(own, "Linear", DOMAIN)
-            if linear is None or len(linear.input) > 6 or not _alike(g.b, own, more):
+            taken = linear is not None and "".join(linear.input[6:7])
+            if linear is None or taken or not _alike(g.b, own, more):
                 continue
             _operand(linear, 6, more)
             linear.output[0] = total.output[0]

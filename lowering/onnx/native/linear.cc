@@ -1,5 +1,6 @@
-// accel::Linear: x @ weight.T with weights in blocks of 4 or 8 bits, read as they lie in the file, and what
-// stands around it in a layer: a norm of the input before; a gate, and a sum with another tensor, after.
+// accel::Linear: x @ weight.T with weights in blocks of 4 or 8 bits, read as they lie in the file, each block maybe
+// with an offset that all of its numbers have, and what stands around it in a layer: a norm of the input before; a gate,
+// and a sum with another tensor, after.
 //
 // The input is rounded to 8 bits per block. Products are summed in whole numbers by groups, and groups in
 // order: where `exact` is set, a row's result is the same bit for bit whatever the other rows and the way the
@@ -31,7 +32,7 @@ struct Settings {
 
 struct Call {
   Settings set;
-  abi::Tensor x, q, scales, zeros, bias, norm, more;
+  abi::Tensor x, q, scales, zeros, bias, norm, more, offsets;  // offsets: [blocks, N]
   float* out;
   int64_t rows, K, N, wide, tile;         // wide: columns of the result; tile: of a piece of work
   int64_t blocks, groups, bytes, padded;  // of a row; padded: floats of a row by blocks
@@ -39,6 +40,7 @@ struct Call {
   bool turned;                            // whether many rows share each weight, so that it pays to turn them
   std::vector<char> inputs;               // Group<bits> [rows, groups], aligned within
   std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]; totals: what zero points add
+  std::vector<float> sums;                // of the numbers of the inputs' blocks [rows, padded], for offsets
 
   template <int bits>
   codes::Group<bits>* input(int64_t row) const {
@@ -77,6 +79,13 @@ void round_row(Call& c, int64_t row) {
     x = buffer.data();
   }
   int64_t at = row * c.padded;
+  if (c.offsets.data) {
+    for (int64_t b = 0; b < c.blocks; ++b) {
+      v8 total = load(x + b * c.set.block);
+      for (int64_t i = 8; i < c.set.block; i += 8) total += load(x + b * c.set.block + i);
+      c.sums[at + b] = sum(total);
+    }
+  }
   float zero = c.zeros.data ? 1.0f : 8.0f;
   codes::round_row<bits>(x, c.set.block, c.blocks, zero, c.steps.data() + at, c.totals.data() + at, c.input<bits>(row));
 }
@@ -169,6 +178,17 @@ void products(const Call& c, Scratch& s, int64_t row, int64_t first, int64_t cou
   }
 }
 
+// What offsets add to the products of `count` weight rows from `first` with an input row.
+void add_offsets(const Call& c, int64_t row, int64_t first, int64_t count, float* out) {
+  const float* sums = c.sums.data() + row * c.padded;
+  for (int64_t b = 0; b < c.blocks; ++b) {
+    const float* offsets = c.offsets.as<float>() + b * c.N + first;
+    int64_t j = 0;
+    for (; j + 8 <= count; j += 8) store(out + j, fused(all(sums[b]), load(offsets + j), load(out + j)));
+    for (; j < count; ++j) out[j] = std::fma(sums[b], offsets[j], out[j]);
+  }
+}
+
 // Of a strip; 0 where there are none.
 v8 biases(const Call& c, int64_t first, int64_t count) {
   alignas(32) float out[8] = {};
@@ -195,6 +215,7 @@ Products products_of(const Call& c) {
 // Weight rows [first, first + 8), the last one again where there are fewer, turned.
 void turn(const Call& c, Scratch& s, int64_t first, codes::Strip& strip) {
   strip.reserve(c.groups, c.blocks);
+  if (c.offsets.data) strip.offsets.resize(c.blocks * codes::kWide);
   const uint8_t* rows[codes::kWide];
   s.last.resize(codes::kWide * c.groups * codes::kBytes);
   for (int64_t i = 0; i < codes::kWide; ++i) {
@@ -212,6 +233,7 @@ void turn(const Call& c, Scratch& s, int64_t first, codes::Strip& strip) {
       float scale = c.half ? widened_one(few + b) : scales[b];
       strip.scales[b * codes::kWide + i] = scale;
       strip.zeros[b * codes::kWide + i] = scale * (zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 1.0f);
+      if (c.offsets.data) strip.offsets[b * codes::kWide + i] = c.offsets.as<float>()[b * c.N + n];
     }
   }
   for (int64_t g = 0; g < c.groups; ++g) codes::turn(rows, g * codes::kBytes, strip.numbers + 16 * g);
@@ -233,6 +255,9 @@ void multiply(const Call& c, const codes::Strip& strip, int64_t row, v8* out) {
              : c.set.block == 32 ? codes::multiply<N, 2>
                                  : codes::multiply<N, 4>;
   run(strip, x, steps, totals, c.groups, c.blocks, shift, out);
+  for (int64_t b = 0; c.offsets.data && b < c.blocks; ++b)
+    for (int i = 0; i < N; ++i)
+      out[i] = fused(all(c.sums[(row + i) * c.padded + b]), load(strip.offsets.data() + b * codes::kWide), out[i]);
 }
 
 // Eight columns of a block of input rows.
@@ -296,6 +321,7 @@ void work(const Call& c, int64_t item) {
     n = c.rows - row >= 4 ? 4 : c.rows - row >= 2 ? 2 : 1;
     auto multiply = [&](int64_t from, float* out) {
       run[n / 2](c, scratch, row, from, count, out);
+      for (int64_t i = 0; i < n && c.offsets.data; ++i) add_offsets(c, row + i, from, count, out + i * kTile);
       for (int64_t i = 0; i < n && bias; ++i)
         for (int64_t j = 0; j < count; ++j) out[i * kTile + j] += bias[from + j];
     };
@@ -320,6 +346,7 @@ bool fits(const Call& c) {
   bool weight = c.q.rank == 3 && c.q.size[2] == c.set.block * c.set.bits / 8 && c.scales.size[0] == c.N &&
                 c.scales.size[1] == c.blocks && (c.K + c.set.block - 1) / c.set.block == c.blocks;
   bool around = (!c.zeros.data || (c.zeros.size[0] == c.N && c.zeros.size[1] == (c.blocks + 1) / 2)) &&
+                (!c.offsets.data || (c.offsets.size[0] == c.blocks && c.offsets.size[1] == c.N)) &&
                 (!c.bias.data || c.bias.size[0] == c.N) && (!c.more.data || c.more.count() == c.rows * c.wide);
   bool floats = c.scales.type == abi::kFloat || c.scales.type == abi::kBFloat16;
   return floats && whole && power && weight && around && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
@@ -327,8 +354,8 @@ bool fits(const Call& c) {
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   const abi::Api& api = kernel.api;
-  abi::Tensor* inputs[] = {&c.x, &c.q, &c.scales, &c.zeros, &c.bias, &c.norm, &c.more};
-  for (size_t i = 0; i < 7; ++i)
+  abi::Tensor* inputs[] = {&c.x, &c.q, &c.scales, &c.zeros, &c.bias, &c.norm, &c.more, &c.offsets};
+  for (size_t i = 0; i < 8; ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
   c.half = c.scales.type == abi::kBFloat16;
@@ -353,6 +380,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   c.inputs.resize(c.rows * c.groups * group + 32);
   c.steps.resize(c.rows * c.padded);
   c.totals.resize(c.rows * c.padded);
+  if (c.offsets.data) c.sums.resize(c.rows * c.padded);
   return nullptr;
 }
 
@@ -382,7 +410,7 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
 abi::Op linear_op() {
   abi::Op op = abi::op_of<Settings, kAttributes, run>();
   op.name = [](const abi::Op*) { return "Linear"; };
-  op.input_count = [](const abi::Op*) { return size_t(7); };
+  op.input_count = [](const abi::Op*) { return size_t(8); };
   op.input_type = [](const abi::Op*, size_t i) { return int(i == 2 ? abi::kAny : i == 1 || i == 3 ? abi::kUint8 : abi::kFloat); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 2 ? abi::kOptional : abi::kRequired); };
   return op;

@@ -11,6 +11,7 @@ constexpr int64_t kWide = 8;  // weight rows of a strip
 struct Strip {
   std::vector<char> room;
   std::vector<float> scales, zeros;  // [blocks, 8]; zeros: times the scales
+  std::vector<float> offsets;        // [blocks, 8], where there are some
   __m256i* numbers;                  // [groups, 16]: the even ones of a group, then the odd
 
   void reserve(int64_t groups, int64_t blocks) {
