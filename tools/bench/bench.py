@@ -183,10 +183,13 @@ def peers(
 
 def limits(model: Path, cases: list[Case], new: int) -> tuple[int, int]:
     """The longest sequence and the most rows that the cases need. Raises ValueError."""
-    if model.is_file() or (model / "config.json").is_file():
-        from accel.compiler.load.source import open_source
+    if model.is_file():
+        from accel.compiler.load.source import Gguf
 
-        most = open_source(model).config().max_position_embeddings
+        fields = Gguf(model).file.fields
+        most = int(fields[f"{fields['general.architecture']}.context_length"])
+    elif (model / "config.json").is_file():
+        most = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     else:
         raise ValueError(
             f"{model} holds no config.json: give a checkpoint folder, as `shape` writes, or a GGUF file"
