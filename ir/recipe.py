@@ -24,7 +24,7 @@ class Recipe:
     """One method per axis, with options. Names are resolved when the recipe is assembled.
 
     Attributes: `name`; `tables` (axis -> table with `use` and options); `about`: what it does; `when`: what must
-    hold for it to be the right choice ("take this when …"); `papers`: titles; `arxiv`: title -> number on arXiv, of
+    hold for it to be the right choice ("take it when …"); `papers`: titles; `arxiv`: title -> number on arXiv, of
     those that a file writes as "Title (arXiv:2404.14469)".
     """
 

@@ -13,12 +13,15 @@ import kinds
 import matrix
 import matrix_loops
 import new
+import numpy as np
 import pytest
 
 from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.recipe import Recipe
+from accel.runtime.decode.row import Row
+from accel.runtime.sample.standard import Standard
 
 from .kv_slots import choose, slots
 
@@ -28,10 +31,10 @@ NAME, STEM = "some-new-one", "some_new_one"
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """started(axis) -> the files of a new method, which is one of the axis until the test ends."""
+    """started(axis, like) -> the files of a new method, which is one of the axis until the test ends."""
 
-    def start(axis):
-        made = new.files_of(AXES[axis], NAME)
+    def start(axis, like=""):
+        made = new.files_of(AXES[axis], NAME, like)
         assert not any(path.exists() for path in made)
         package = importlib.import_module(AXES[axis].package)
         (tmp_path / f"{STEM}.py").write_text(next(iter(made.values())), encoding="utf-8")
@@ -64,6 +67,33 @@ def test_a_started_method_builds_and_computes_the_same(axis, started, matrices):
             if kind is not None:
                 outcome = matrices[kind].run(matrix.Case("llama", ((axis, NAME),)))
                 assert outcome.kind == "equal", outcome.why
+
+
+def test_a_started_search_builds_and_finds_what_the_eager_target_finds(started, matrices):
+    made = started("loop", "beam-patience")
+    method = AXES["loop"].build(NAME)
+    assert method.searches and new.options_of(AXES["loop"], "beam-patience") == [
+        "beams: int = 4, 1 to 64"
+    ]
+    (test,) = (text for path, text in made.items() if path.name == f"test_{STEM}.py")
+    assert "test_tokens_are_those_of_the_eager_target" in test and "matrix_loops" in test
+    outcome = matrices["matrix_loops"].run(matrix.Case("llama", (("loop", NAME),)))
+    assert outcome.kind == "equal", outcome.why
+
+
+def test_a_started_loop_of_masked_diffusion_has_a_reference(started):
+    made = started("loop", "dllm-lowconf")
+    assert AXES["loop"].build(NAME).masked_diffusion
+    assert Path("recipes", "diffusion", f"{NAME}.toml") in made
+    assert "surest(1)" in made[Path("tests", "references", "loop", f"{STEM}.py")]
+    assert "matrix" not in made[Path("tests", "runtime", "loop", f"test_{STEM}.py")]
+
+
+def test_a_started_search_refuses_to_sample(started):
+    started("loop", "beam-patience")
+    row = Row(np.array([5]), Standard(temperature=1.0), None, limit=4, max_context=9)
+    with pytest.raises(InputError, match=f"loop.{NAME} does not sample; leave temperature at 0"):
+        AXES["loop"].build(NAME).tokens(None, [row], None)
 
 
 @pytest.mark.long
@@ -116,10 +146,12 @@ def test_of_a_method_on_every_axis_all_holds_but_what_its_paper_claims(tmp_path)
 
     assert run("tools/links.py").returncode == 0
     tests = []
-    for axis in AXES:
-        name = f"new-{axis.replace('.', '-')}"
+    kinds_of = {"new-search": "beam-patience", "new-diffusion": "dllm-lowconf"}
+    asked = [(axis, f"new-{axis.replace('.', '-')}", ()) for axis in AXES]
+    asked += [("loop", name, ("--like", like)) for name, like in kinds_of.items()]
+    for axis, name, like in asked:
         stem = name.replace("-", "_")
-        done = run("tools/new.py", axis, name)
+        done = run("tools/new.py", axis, name, *like)
         assert done.returncode == 0, done.stderr
         package = AXES[axis].package.removeprefix("accel.").replace(".", "/")
         tests.append(f"tests/{package}/test_{stem}.py")
@@ -129,9 +161,9 @@ def test_of_a_method_on_every_axis_all_holds_but_what_its_paper_claims(tmp_path)
     laws = run("-m", "pytest", "-q", "tests/laws", "-k", "new-", "-n", "2", "-m", "")
     assert laws.returncode == 0, laws.stdout[-4000:]
     assert " passed" in laws.stdout
-    own = run("-m", "pytest", "-q", "-rf", *tests)
+    own = run("-m", "pytest", "-q", "-rf", "-m", "", *tests)
     failed = [line for line in own.stdout.splitlines() if line.startswith("FAILED")]
-    assert len(failed) == len(AXES), own.stdout[-4000:]
+    assert len(failed) == len(asked), own.stdout[-4000:]
     assert all("test_what_the_paper_claims" in line for line in failed), "\n".join(failed)
 
 
@@ -160,11 +192,29 @@ def test_what_cannot_be_made_is_said(monkeypatch, capsys):
     for words, told in (
         (["kv.scor", "x"], "did you mean 'kv.score'"),
         (["kv.score", "X y"], "is no name of a method"),
+        (["kv.score", "my_score"], "lower-case letters, digits and dashes"),
+        (["kv.score", "_hidden"], "is no name of a method"),
+        (["kv.score", "class"], "'class' is a word of Python"),
         (["kv.score", "knorm"], "is there already"),
+        (["draft", "kivi-4"], "a recipe 'kivi-4' is there already"),
     ):
         monkeypatch.setattr("sys.argv", ["new.py", *words])
         assert new.main() == 2
         assert told in capsys.readouterr().err
+
+
+def test_files_are_written_in_new_folders_and_the_commands_that_test_them_told(
+    monkeypatch, capsys, tmp_path
+):
+    made = {tmp_path / "one.py": "", tmp_path / "tests" / "a" / "b" / f"test_{STEM}.py": "x"}
+    monkeypatch.setattr(new, "ROOT", tmp_path)
+    monkeypatch.setattr(new, "files_of", lambda *_: made)
+    monkeypatch.setattr("sys.argv", ["new.py", "loop", NAME])
+    assert new.main() == 0
+    assert all(path.read_text(encoding="utf-8") == text for path, text in made.items())
+    told = capsys.readouterr().out.splitlines()
+    assert f'  .venv/bin/python -m pytest -m "" tests/a/b/test_{STEM}.py' in told
+    assert told[-1] == f'  .venv/bin/python -m pytest -m "" tests -k {NAME}'
 
 
 def test_another_checkout_is_not_written_to(monkeypatch, capsys, tmp_path):

@@ -83,7 +83,8 @@ def assemble_alone(recipe: Recipe) -> Plan:
     if "sample" in recipe.tables:
         raise RecipeError(
             f"recipe '{recipe.name}': sampling is set per request, not in a recipe; leave "
-            "[sample] out, and give temperature=…, top_k=… and top_p=… when it generates"
+            "[sample] out, and give temperature=…, top_k=… and top_p=… when it generates (for a sampler of "
+            "your own, see docs/guides/add-a-decoding-method.md#a-sampler)"
         )
     for name, table in recipe.tables.items():
         axis = _axis(axes, recipe, name)

@@ -42,8 +42,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, seen: Ints, limit: int) -> Tree:
-        """What may follow the committed tokens `seen` [n], a view, not to be kept: at most `limit` (1 or more)
-        tokens; none where it has no idea.
+        """What may follow the committed tokens `seen` [n], prompt and new ones, a view, not to be kept: at most
+        `limit` (1 or more) tokens; where it has no idea none, `Tree.chain([])`.
         """
 
     def observe(  # noqa: B027
