@@ -24,6 +24,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
 import llama_files
 import numpy as np
+import turns
 from bench_cases import Spec
 from bench_peers import Peer, Where
 from reference_data import REFERENCE, tasks
@@ -181,15 +182,14 @@ def compare(source: Path, cache: Path, recipes: list[str], rows: int, rounds: in
     first = next(iter(paths))
     names = ["", "MB", *(f"{what}, {t}" for t in given for what in ("KL", "p99", "perplexity"))]
     names += ["tokens/s", f"of {first}"] if rounds else []
-    print("| " + " | ".join(names) + " |")
-    print("| --- |" + " ---: |" * (len(names) - 1))
+    turns.head(names[0], *(f">{name}" for name in names[1:]))
     floats = [size(made.floats), *whole, *([""] * (len(names) - 8))]
-    print("| float32 | " + " | ".join(floats) + " |")
+    turns.row("float32", *floats)
     for name, path in paths.items():
         own = speed.get(name, [])
         ratio = [a / b for a, b in zip(own, speed.get(first, []), strict=False)]
         fast = [f"{statistics.median(v):.{d}f}" for v, d in ((own, 1), (ratio, 2)) if own]
-        print(f"| {name} | " + " | ".join([size(path), *losses[name], *fast]) + " |")
+        turns.row(name, size(path), *losses[name], *fast)
 
 
 def size(path: Path) -> str:
@@ -221,10 +221,9 @@ def main() -> None:
         cells, perplexity = row(given.model, recipe, given.recall)
         rows.append([recipe, *cells])
         whole = whole if perplexity is None else f"{perplexity:.2f}"
-    print("| " + " | ".join(names) + " |")
-    print("| --- |" + " ---: |" * (len(names) - 1))
+    turns.head(names[0], *(f">{name}" for name in names[1:]))
     for cells in rows:
-        print("| " + " | ".join(cells).replace(WHOLE, whole) + " |")
+        turns.row(*(cell.replace(WHOLE, whole) for cell in cells))
 
 
 if __name__ == "__main__":
