@@ -6,9 +6,10 @@ import gc
 import os
 import shutil
 import tempfile
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import models
 import pytest
@@ -18,17 +19,19 @@ import torch
 import accel
 from accel.compiler import report
 from accel.compiler.over_state import over_state
-from accel.compiler.smoke.tiny_models import small_model
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError
 from accel.ir.program import Program
 from accel.ir.user_cache import cache_folder, private_folder
 from accel.lowering.onnx import native
 from accel.lowering.onnx.variants import NATIVE
+from accel.passes import run
 from accel.runtime.backends import clock
 from accel.runtime.backends.onnx import tune
 
 from . import captures, sampled, traces
+from .select_case import Selecting, built
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
 torch.set_num_threads(1)
@@ -188,13 +191,7 @@ def captured():
 
     def get(name: str) -> Program:
         if name not in made:
-            known = {**models.ARCHITECTURES, "tiny": models.tiny}
-            make = known.get(name, partial(small_model, name))
-            layers, models.LAYERS = models.LAYERS, 2
-            try:
-                made[name] = capture(make(), max_context=128)
-            finally:
-                models.LAYERS = layers
+            made[name] = capture(models.make(name, 2), max_context=128)
         return own(made[name])
 
     return get
@@ -208,9 +205,7 @@ def deep():
     def get(name, target="onnx", **options):
         key = (name, target, *options.items())
         if name not in modules:
-            layers, models.LAYERS = models.LAYERS, 4
-            modules[name] = models.ARCHITECTURES[name]()
-            models.LAYERS = layers
+            modules[name] = models.make(name, 4)
         if key not in made:
             recipe = {"depth": options} if options else "base"
             made[key] = accel.optimize(
@@ -235,5 +230,28 @@ def stateful(captured):
         if name not in made:
             made[name] = over_state(captured(name))
         return own(made[name])
+
+    return get
+
+
+@pytest.fixture
+def passed(captured):
+    """passed(name) -> its program over explicit state, in layers."""
+
+    def get(name: str) -> Program:
+        program = captured(name)
+        run(program, pipeline(program.facts.encoder is not None))
+        return program
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def selecting(stateful):
+    """selecting(name, **options) -> a small Llama of two layers with a method of kv.select; none: without."""
+
+    @cache
+    def get(name: str | None = None, **options: Any) -> Selecting:
+        return Selecting(stateful("llama"), built(name, **options) if name else None)
 
     return get

@@ -31,11 +31,7 @@ def module(name):
     """An architecture's module; of other layers than LAYERS where the name says, as llama:4."""
     if name not in _MADE:
         kind, _, count = name.partition(":")
-        layers, models.LAYERS = models.LAYERS, int(count or LAYERS)
-        try:
-            _MADE[name] = models.ARCHITECTURES[kind]()
-        finally:
-            models.LAYERS = layers
+        _MADE[name] = models.make(kind, int(count or LAYERS))
     return _MADE[name]
 
 

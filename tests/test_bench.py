@@ -26,9 +26,7 @@ def call(*words):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    layers, models.LAYERS = models.LAYERS, 1
-    models.ARCHITECTURES["llama"]().save_pretrained(folder)
-    models.LAYERS = layers
+    models.make("llama", 1).save_pretrained(folder)
     return folder
 
 

@@ -1,5 +1,7 @@
 """Fewer, larger operators: what is packed, what is left alone, and that nothing changes but the count."""
 
+from functools import cache
+
 import onnx
 import pytest
 import torch
@@ -144,13 +146,11 @@ def test_biases_on_some_projections():
 @pytest.fixture(scope="module")
 def rewritten(captured):
     """rewritten(name) -> its program after all passes, each checked, and the steps: to be read only."""
-    made = {}
 
+    @cache
     def get(name):
-        if name not in made:
-            program = captured(name)
-            made[name] = (program, fused(program))
-        return made[name]
+        program = captured(name)
+        return (program, fused(program))
 
     return get
 

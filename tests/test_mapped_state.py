@@ -15,7 +15,7 @@ from accel.ir.parser.read import parse
 from accel.ir.state import CacheRegion, Home, Part, StateValue
 from accel.runtime.backends.onnx.mapped import mapped, memory_of
 
-from .select_case import singles
+from .session_ways import singles, variants
 
 PAGE = mmap.PAGESIZE
 READ, LAYERS, WIDE = 4, 2, 64  # pages of 16 slots of 64 numbers: a page of the system each
@@ -75,11 +75,8 @@ def buffers_of(session):
 
 @linux
 def test_what_is_not_read_stays_on_the_disk(made):
-    for kernels in made.artifact.entries["step"].graphs:
-        with (
-            accel.load(made.artifact.path, kernels=kernels, threads=1) as one,
-            one.session() as session,
-        ):
+    for kernels, one in variants(made):
+        with one.session() as session:
             session.run(TOKENS[:, :1900])
             left = put_away(buffers_of(session))
             session.run(TOKENS[:, 1900:1901])

@@ -21,6 +21,7 @@ from accel.runtime.session.session import Session
 from accel.runtime.session.state import recurrent_history as past
 
 from .op_cases import CASES, randn
+from .session_ways import close
 
 STATEFUL = (
     "conv-4",
@@ -199,10 +200,6 @@ def built():
     yield get
     for _, _, compiled in made.values():
         compiled.close()
-
-
-def close(got: np.ndarray, want: np.ndarray) -> None:
-    np.testing.assert_allclose(got, want, atol=2e-4, rtol=1e-4)
 
 
 def converse(live: Session, ids: np.ndarray, want: np.ndarray) -> None:

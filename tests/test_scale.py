@@ -42,9 +42,8 @@ def saved(tmp_path_factory):
         key = (name, dtype, sharded)
         if key not in made:
             made[key] = tmp_path_factory.mktemp("model")
-            layers, models.LAYERS = models.LAYERS, 2
-            model = MAKERS[name]().to(dtype)
-            models.LAYERS = layers
+            with models.layers(2):
+                model = MAKERS[name]().to(dtype)
             model.save_pretrained(made[key], max_shard_size="30KB" if sharded else "1GB")
             assert (made[key] / INDEX).is_file() == sharded
         return made[key]
@@ -275,8 +274,7 @@ def placed(folder):
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_missing_is_named(tmp_path, monkeypatch, name):
     sharded, damage, words = BROKEN[name]
-    monkeypatch.setattr(models, "LAYERS", 2)
-    models.llama().save_pretrained(tmp_path, max_shard_size="30KB" if sharded else "1GB")
+    models.make("llama", 2).save_pretrained(tmp_path, max_shard_size="30KB" if sharded else "1GB")
     open_source(tmp_path).load()  # whole
     damage(tmp_path)
     with pytest.raises(CaptureError, match=words):

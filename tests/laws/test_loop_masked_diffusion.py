@@ -1,6 +1,7 @@
 """What loops that fill masks hold to: the published decoding, whatever is cached, and the same alone and in a batch."""
 
 import dataclasses
+from functools import cache
 
 import numpy as np
 import pytest
@@ -37,17 +38,15 @@ NEW, BLOCK = 21, 8  # the last block is shorter
 @pytest.fixture(scope="module")
 def model():
     """model(shift) -> (module, its eager build), for loops of any kind."""
-    made = {}
 
+    @cache
     def get(shift):
-        if shift not in made:
-            module = Filler(shift).eval()
-            recipe = {"loop": {"use": "dllm-lowconf"}}
-            made[shift] = (
-                module,
-                accel.optimize(module, recipe, target="eager", max_context=LONGEST),
-            )
-        return made[shift]
+        module = Filler(shift).eval()
+        recipe = {"loop": {"use": "dllm-lowconf"}}
+        return (
+            module,
+            accel.optimize(module, recipe, target="eager", max_context=LONGEST),
+        )
 
     return get
 

@@ -7,13 +7,15 @@ The weights are scaled so that logits spread over several units and greedy decod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel.compiler.smoke.tiny_models import randomise
+from accel.compiler.smoke.tiny_models import randomise, small_model
 from accel.ir.capture.arch.cla import Cla, ClaConfig
 from accel.ir.capture.arch.yoco import Yoco, YocoConfig
 
@@ -366,3 +368,50 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
 }
 
 FILLERS: dict[str, Callable[[], nn.Module]] = {"llada": llada, "dream": dream}
+
+
+@contextmanager
+def layers(count: int) -> Iterator[None]:
+    """Models that are made within have so many layers."""
+    global LAYERS
+    before, LAYERS = LAYERS, count
+    try:
+        yield
+    finally:
+        LAYERS = before
+
+
+def make(name: str, count: int) -> nn.Module:
+    """A model of so many layers: one of ARCHITECTURES, "tiny", or of any model type of transformers."""
+    with layers(count):
+        if maker := {**ARCHITECTURES, "tiny": tiny}.get(name):
+            return maker()
+        return small_model(name)
+
+
+def wordy(seed: str) -> nn.Module:
+    """A Llama of two layers with as many tokens as the bundled tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    return randomise(LlamaForCausalLM(config), seed)
+
+
+def write(folder: Path) -> Path:
+    """A model directory: a Llama of two layers with a byte-level tokenizer that fits it."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+
+    make("llama", 2).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:100]
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        ["ab"], trainers.BpeTrainer(vocab_size=101, initial_alphabet=alphabet)
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

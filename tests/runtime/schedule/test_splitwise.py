@@ -20,6 +20,8 @@ from accel.runtime.serve.engine import Engine, Full, Request
 from accel.runtime.serve.phases import Phases, serving
 from accel.runtime.serve.wire import request_from_json, request_to_json
 
+from ...once import kept
+
 # guesses are checked at once; what is looked up only where it would have stood, which in text of this model is rare
 DRAFTS = {"loop": {"use": "jacobi"}}
 
@@ -84,22 +86,17 @@ def through(prompts, decodes, request):
 
 @pytest.fixture(scope="module")
 def opened(toy, tmp_path_factory):
-    made = {}
-
     def get(name="splitwise", **options):
-        if name not in made:
-            folder = toy.write(tmp_path_factory.mktemp("splitwise") / name, max_batch=4)
-            told = toy.manifest(max_batch=4, max_context=200)
-            told["recipe"]["tables"] = {"schedule": {"use": "splitwise", **options}}
-            if name == "drafts":
-                told["recipe"]["tables"] |= DRAFTS
-            toy.seal(folder, told)
-            made[name] = accel.load(folder)
-        return made[name]
+        folder = toy.write(tmp_path_factory.mktemp("splitwise") / name, max_batch=4)
+        told = toy.manifest(max_batch=4, max_context=200)
+        told["recipe"]["tables"] = {"schedule": {"use": "splitwise", **options}}
+        if name == "drafts":
+            told["recipe"]["tables"] |= DRAFTS
+        toy.seal(folder, told)
+        return accel.load(folder)
 
-    yield get
-    for one in made.values():
-        one.close()
+    with kept(get) as found:
+        yield found
 
 
 def asked(count=6):

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
-from accel.ir.errors import RecipeError
 from accel.passes.kv.codec import At
 
 from ....prefill_case import TOKENS, built
+from ....refused import refuses
 from ....select_case import Selecting
 
 AXIS = find_axes()["kv.codec"]
@@ -134,10 +134,11 @@ def test_onnx_reads_what_torch_reads():
     assert not np.allclose(found, logits("eager", bits=4), atol=1e-3)  # the control
 
 
-@pytest.mark.parametrize(
-    "options", [{"bits": 3}, {"group": 48}, {"low_rank": -1}, {"outliers": 1.5}, {"outliers": -0.1}]
+test_what_makes_no_sense_is_refused = refuses(
+    "kv.codec.gear",
+    {"bits": 3},
+    ({"group": 48}, "kv.codec.gear: residual is 64; give a multiple of group = 48"),
+    {"low_rank": -1},
+    {"outliers": 1.5},
+    {"outliers": -0.1},
 )
-def test_what_makes_no_sense_is_refused(options):
-    (name,) = options
-    with pytest.raises(RecipeError, match=f"{name} (is )?{options[name]}; give"):
-        AXIS.build("gear", **options)

@@ -1,6 +1,7 @@
 """ActQKV: its probe query, blocks, budgets and table by number, one list per layer, builds, bad input."""
 
 import matrix
+import models
 import numpy as np
 import pytest
 import torch
@@ -15,15 +16,8 @@ from accel.passes.kv.select import Select
 from accel.passes.kv.select._tokens import Memory
 from accel.passes.kv.select.actqkv import Actqkv, likeliest, unusual
 
-from ....select_case import (
-    Selecting,
-    built,
-    constants,
-    law_every_target,
-    llama,
-    measured_for,
-    singles,
-)
+from ....select_case import Selecting, built, constants, measured_for
+from ....session_ways import law_every_target, singles
 
 B, T, H, G, C, D = 2, 9, 4, 2, 64, 6
 NONE = torch.zeros(B, dtype=torch.bool)
@@ -272,7 +266,7 @@ def test_a_session_reads_as_many_blocks_as_the_layer_may(stateful):
 
 @pytest.mark.long
 def test_every_target_is_that_of_the_oracle(tmp_path):
-    model = llama(1)
+    model = models.make("llama", 1)
     table = measured_for(
         built("actqkv"), over_state(capture(model, max_context=64)), tmp_path
     ).table
