@@ -28,15 +28,7 @@ from accel.compiler.choose.candidates import (
     singles,
 )
 from accel.compiler.choose.choose import Row, _Work
-from accel.compiler.choose.front import (
-    Point,
-    Spread,
-    Stage,
-    alike,
-    dominates,
-    front,
-    survivors,
-)
+from accel.compiler.choose.front import Point, Spread, Stage, alike, dominates, front, survivors
 from accel.compiler.choose.measure import Test as Figures
 from accel.compiler.choose.measure import Timed, rungs
 from accel.compiler.choose.prompts import Prompt, read_prompts, samples

@@ -99,8 +99,7 @@ def test_commands_of_the_compiler_name_the_extra(folder):
     for call, (code, out, error) in zip(calls, plain(folder, calls), strict=True):
         assert code == 1 and not out, call
         assert re.fullmatch(
-            r"error: this needs the package torch.* pip install .*'\.\[compile\]'\n",
-            error,
+            r"error: this needs the package torch.* pip install .*'\.\[compile\]'\n", error
         ), f"{call}: {error}"
     assert not (folder / "made").exists()
 

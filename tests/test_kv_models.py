@@ -130,10 +130,7 @@ def test_a_copy_that_may_be_thrown_away_is_caught(made, monkeypatch):
 
 @pytest.mark.parametrize(
     "kind, reason",
-    [
-        ("bloom", r"bias by position \(ALiBi"),
-        ("mamba", "no layer of this model has a key cache"),
-    ],
+    [("bloom", r"bias by position \(ALiBi"), ("mamba", "no layer of this model has a key cache")],
 )
 def test_what_cannot_be_is_refused(stateful, kind, reason):
     program = stateful(kind)

@@ -17,16 +17,7 @@ from accel.runtime.loop.dllm_threshold import DllmThreshold
 from accel.runtime.loop.freedave import Freedave
 from accel.runtime.sample.standard import Standard
 
-from ..diffusion_case import (
-    LONGEST,
-    MASK,
-    VOCABULARY,
-    Filler,
-    official,
-    prompts,
-    surest,
-    with_loop,
-)
+from ..diffusion_case import LONGEST, MASK, VOCABULARY, Filler, official, prompts, surest, with_loop
 from ..references import reference
 
 AXIS = Axis("loop", "accel.runtime.loop")
@@ -43,10 +34,7 @@ def model():
     def get(shift):
         module = Filler(shift).eval()
         recipe = {"loop": {"use": "dllm-lowconf"}}
-        return (
-            module,
-            accel.optimize(module, recipe, target="eager", max_context=LONGEST),
-        )
+        return (module, accel.optimize(module, recipe, target="eager", max_context=LONGEST))
 
     return get
 

@@ -200,10 +200,7 @@ def test_what_a_prompt_keeps_is_chosen_when_it_is_whole():
         ),
         ({"use": "minference", "observe": 0}, "observe is 0; give 1 to 4096"),
         ({"use": "minference", "observe": 1024}, "observe is 1024; give at most segment = 512"),
-        (
-            {"use": "minference", "sinks": 1025},
-            "sinks is 1025; give at most columns = 1024",
-        ),
+        ({"use": "minference", "sinks": 1025}, "sinks is 1025; give at most columns = 1024"),
         ({"use": "minference", "near": -1}, "near is -1; give at least 0"),
         ({"use": "pbs-attn", "share": 0.0}, "share is 0.0; give more than 0 and at most 1"),
         ({"use": "pbs-attn", "share": 1.5}, "share is 1.5"),

@@ -24,8 +24,7 @@ def tables(module, length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
-    "score, inner",
-    [(KNorm(), kvpress.KnormPress), (StreamingLlm(), kvpress.StreamingLLMPress)],
+    "score, inner", [(KNorm(), kvpress.KnormPress), (StreamingLlm(), kvpress.StreamingLLMPress)]
 )
 def test_the_same_keys_at_the_same_places(score, inner, length):
     prompt = Prompt.of(length, seed=length)

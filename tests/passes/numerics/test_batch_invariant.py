@@ -81,12 +81,7 @@ def session(artifact, variant, threads, tile=None, rows=1) -> Session:
     facts, engine = artifact.facts, OrtBackend(artifact, threads=threads, kernels=variant)
     backend = engine.open_session(rows)
     backend = backend if tile is None else Tiled(backend, tile)
-    return Session(
-        backend,
-        rows,
-        vocab_size=facts.vocab_size,
-        max_context=facts.max_context,
-    )
+    return Session(backend, rows, vocab_size=facts.vocab_size, max_context=facts.max_context)
 
 
 def worst(live: Session) -> float:

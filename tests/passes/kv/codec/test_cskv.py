@@ -67,9 +67,5 @@ def test_the_newest_window_is_exact_and_full_density_is_the_model(stateful):
 
 
 test_what_makes_no_sense_is_refused = refuses(
-    "kv.codec.cskv",
-    {"density": 0.0},
-    {"density": 1.5},
-    {"bits": 8},
-    {"window": 0},
+    "kv.codec.cskv", {"density": 0.0}, {"density": 1.5}, {"bits": 8}, {"window": 0}
 )

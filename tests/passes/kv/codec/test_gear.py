@@ -111,11 +111,7 @@ def test_a_model_loses_less_with_more_beside_its_codes(stateful):
     options = {"bits": 4, "group": 4, "residual": 8}
     want, plain, more = (
         drive(Selecting(stateful("llama"), beside and AXIS.build("gear", **options, **beside)))
-        for beside in (
-            None,
-            {"low_rank": 0, "outliers": 0.0},
-            {"low_rank": 3, "outliers": 0.5},
-        )
+        for beside in (None, {"low_rank": 0, "outliers": 0.0}, {"low_rank": 3, "outliers": 0.5})
     )
     assert 1e-3 < np.abs(more - want).max() < 0.7 * np.abs(plain - want).max()
 

@@ -56,10 +56,7 @@ def test_the_bits_are_those_of_the_page():
 
 
 test_what_makes_no_sense_is_refused = refuses(
-    "kv.codec.kv-adaquant",
-    {"key_bits": 3},
-    {"value_bits": 0},
-    {"group": 0},
+    "kv.codec.kv-adaquant", {"key_bits": 3}, {"value_bits": 0}, {"group": 0}
 )
 
 

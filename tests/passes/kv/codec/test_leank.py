@@ -140,8 +140,7 @@ def test_another_model_is_refused(program):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"ratio": 1.0}, {"bits": 8}, {"alignment": 0}, {"sinks": -1}, {"window": 12}],
+    "options", [{"ratio": 1.0}, {"bits": 8}, {"alignment": 0}, {"sinks": -1}, {"window": 12}]
 )
 def test_what_makes_no_sense_is_refused(options):
     (name,) = options

@@ -77,8 +77,5 @@ def test_without_sparsity_only_float16_is_lost():
 
 
 test_what_makes_no_sense_is_refused = refuses(
-    "kv.codec.mustafar",
-    {"sparsity": 1.0},
-    {"sparsity": -0.1},
-    {"recent": 0},
+    "kv.codec.mustafar", {"sparsity": 1.0}, {"sparsity": -0.1}, {"recent": 0}
 )

@@ -285,10 +285,7 @@ def test_a_session_of_every_graph_is_that_of_the_oracle(options):
     [
         ({"depth": {"use": "unified-skip"}}, {"gqa", "native"}),
         (
-            {
-                "kv.score": {"use": "snapkv"},
-                "kv.budget": {"use": "uniform", "tokens_kept": 12},
-            },
+            {"kv.score": {"use": "snapkv"}, "kv.budget": {"use": "uniform", "tokens_kept": 12}},
             {"native"},
         ),
     ],

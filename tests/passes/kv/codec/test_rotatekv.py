@@ -128,9 +128,5 @@ def test_sinks_and_new_tokens_are_exact_and_eight_bits_near(stateful):
 
 
 test_what_makes_no_sense_is_refused = refuses(
-    "kv.codec.rotatekv",
-    {"bits": 3},
-    {"group": 0},
-    {"recent": 0},
-    {"first": -1},
+    "kv.codec.rotatekv", {"bits": 3}, {"group": 0}, {"recent": 0}, {"first": -1}
 )

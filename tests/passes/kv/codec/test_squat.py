@@ -190,9 +190,5 @@ def test_a_session_without_weight_is_that_of_kivi(stateful):
 
 
 test_what_makes_no_sense_is_refused = refuses(
-    "kv.codec.squat",
-    {"weight": -1.0},
-    {"directions": 0},
-    {"channels": 0},
-    {"bits": 3},
+    "kv.codec.squat", {"weight": -1.0}, {"directions": 0}, {"channels": 0}, {"bits": 3}
 )

@@ -298,10 +298,7 @@ def test_a_model_without_a_table_is_refused(stateful):
         ({"chunk": 0}, "chunk is 0; give 1 to 1048576"),
         ({"floor": -1}, "floor is -1; give at least 0"),
         ({"floor": 2000}, "floor is 2000; give at most 1920 tokens"),
-        (
-            {"tokens_read": 80},
-            "size is 32, but a layer reads tokens_read - sinks = 16",
-        ),
+        ({"tokens_read": 80}, "size is 32, but a layer reads tokens_read - sinks = 16"),
         ({"every": 48}, "every is 48; give a multiple of size = 32"),
     ],
     ids=str,

@@ -342,10 +342,7 @@ test_options_that_make_no_sense = refuses(
     "kv.select.attention-predictor",
     ({"page": 16}, "page"),
     ({"sinks": -16}, "kv.select.attention-predictor: sinks is -16; give at least 0"),
-    (
-        {"sinks": 24},
-        "kv.select.attention-predictor: sinks is 24; give a multiple of block = 16$",
-    ),
+    ({"sinks": 24}, "kv.select.attention-predictor: sinks is 24; give a multiple of block = 16$"),
     ({"window": 0}, "kv.select.attention-predictor: window is 0; give at least 1"),
     ({"history": 0}, "kv.select.attention-predictor: history is 0; give at least 1"),
     ({"every": 0}, "kv.select.attention-predictor: every is 0; give at least 1"),

@@ -130,10 +130,7 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
 test_options_that_make_no_sense = refuses(
     "kv.select.leoam",
     ({"chunk": 24}, "kv.select.leoam: chunk is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-    (
-        {"chunk": 8},
-        "kv.select.leoam: chunk is 8; give a multiple of page = 16$",
-    ),
+    ({"chunk": 8}, "kv.select.leoam: chunk is 8; give a multiple of page = 16$"),
     ({"chunk": 0}, "kv.select.leoam: chunk is 0; give 1, 2, 4, 8, 16, 32, 64 or 128"),
     ({"chunk": 256}, "kv.select.leoam: chunk is 256; give 1, 2, 4, 8, 16, 32, 64 or 128"),
     ({"spread": 0}, "kv.select.leoam: spread is 0; give 1 to 1024"),

@@ -309,12 +309,7 @@ def test_what_cannot_be_extended_is_refused(llama, tmp_path):
 )
 def test_models_that_cannot_be_extended(llama, model, why):
     with pytest.raises(PassError, match=f"cache-augment: .*{why}"):
-        accel.optimize(
-            model(),
-            {"prefill.prune": llama[2]},
-            max_context=64,
-            target="eager",
-        )
+        accel.optimize(model(), {"prefill.prune": llama[2]}, max_context=64, target="eager")
 
 
 @pytest.mark.long
