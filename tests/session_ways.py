@@ -43,12 +43,13 @@ def ways(
     first: int = 40,
     single: int = 18,
     back: int = 12,
+    into: int = 20,
     **marks: Any,
 ) -> list[Logits]:
     """Logits of prompts of two lengths, single tokens, several, also of rows of unequal numbers, after a rewind of
-    `back`, of a fork, of rows in the other order, of a second prompt, after a rewind into the first one or to nothing,
-    and of a long call that is no prompt. The session has two rows, tokens [2,T] are taken in turn. `marks`: see
-    Session.mark.
+    `back`, of a fork, of rows in the other order, of a second prompt, after a rewind into the first one (to `into`
+    tokens) or to nothing, and of a long call that is no prompt. The session has two rows, tokens [2,T] are taken in
+    turn. `marks`: see Session.mark.
     """
     at = 0
 
@@ -68,7 +69,7 @@ def ways(
             found += [other.run(take(1)), other.run(take(3))]
         session.select([1, 0])
         found += [singles(session, take(3)), session.prompt(take(20)), singles(session, take(4))]
-        session.rewind(20 * (session.lengths > session.lengths.min()))
+        session.rewind(into * (session.lengths > session.lengths.min()))
         found += [session.prompt(take(20)), singles(session, take(3))]
         session.rewind(0)
         found += [session.run(take(first)), singles(session, take(3))]

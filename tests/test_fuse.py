@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import models
 import onnx
 import pytest
 import torch
@@ -187,13 +188,10 @@ def test_a_model_of_single_products_is_left_alone(rewritten, name):
 
 
 def test_a_tied_head_is_left_with_the_reason():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+    program = capture(models.random(
+        "llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
         num_attention_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    program = capture(randomise(LlamaForCausalLM(config), "llama"), max_context=32)
+    ), max_context=32)  # fmt: skip
     (why,) = {s.name: s for s in run(program, pipeline())}["Pack"].refused
     assert "model.embed_tokens.weight is the embedding too (tied)" in why
 

@@ -26,13 +26,11 @@ linux = pytest.mark.skipif(not hasattr(mmap, "MADV_RANDOM"), reason="Linux")
 
 def model():
     """A random Llama with one KV head."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    return models.random(
+        "llama",
         vocab_size=101, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=2,
         num_key_value_heads=1, head_dim=WIDE, max_position_embeddings=4096,
     )  # fmt: skip
-    return models.randomise(LlamaForCausalLM(config), "llama")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from accel import CaptureError, optimize
 from accel.compiler.load.shards import INDEX, SINGLE
@@ -22,12 +22,11 @@ from accel.ir.weights import Pages, Stored, Weights, reading
 
 def mixtral():
     """Its checkpoint holds each expert alone; transformers fuses them as it loads them."""
-    config = MixtralConfig(
-        vocab_size=61, hidden_size=24, intermediate_size=28, num_hidden_layers=2,
+    return models.random(
+        "mixtral", vocab_size=61, hidden_size=24, intermediate_size=28, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
         max_position_embeddings=64,
     )  # fmt: skip
-    return models.randomise(MixtralForCausalLM(config), "mixtral")
 
 
 MAKERS = {n: models.ARCHITECTURES[n] for n in ("llama", "gpt2", "gemma2")} | {"mixtral": mixtral}

@@ -268,10 +268,10 @@ def test_a_session_reads_as_many_blocks_as_the_layer_may(stateful):
 def test_every_target_is_that_of_the_oracle(tmp_path):
     model = models.make("llama", 1)
     table = measured_for(
-        built("actqkv"), over_state(capture(model, max_context=64)), tmp_path
+        built("actqkv"), over_state(capture(model, max_context=128)), tmp_path
     ).table
     recipe = {"kv": {"select": {"use": "actqkv", **Actqkv.small, "table": table}}}
-    with accel.optimize(model, recipe, max_context=64, max_batch=2) as made:
+    with accel.optimize(model, recipe, max_context=128, max_batch=2) as made:
         law_every_target(made)
 
 

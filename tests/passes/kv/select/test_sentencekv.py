@@ -246,7 +246,7 @@ def test_every_target_is_that_of_the_oracle():
     model = models.make("llama", 1)
     small = {**Sentencekv.small, "end_ids": list(range(3, 50, 7))}
     recipe = {"kv": {"select": {"use": "sentencekv", **small}}}
-    with accel.optimize(model, recipe, max_context=64, max_batch=2) as made:
+    with accel.optimize(model, recipe, max_context=128, max_batch=2) as made:
         law_every_target(
             made, units=np.repeat([[0, 1, 2, 3, 4], [0, 0, 1, 1, 2]], 8, axis=1), lengths=[40, 13]
         )
