@@ -55,15 +55,13 @@ def recall(compiled: CompiledModel, task: str, count: int) -> int:
 def row(model: Path, recipe: Any, prompts: int) -> tuple[list[str], float | None]:
     """Cells of a line of the table, and the perplexity of float32 on the same text; None where nothing was rounded."""
     with accel.optimize(model, recipe) as compiled:
-        found = compiled.report.get("weights", {})
-        cells = [
-            f"{found.get('bits_per_weight', 32):.2f}",
-            f"{found['kl']:.4f}" if found else "0",
-            f"{found['perplexity']:.2f}" if found else WHOLE,
-        ]
+        bits = compiled.report.get("weights", {}).get("bits_per_weight", 32)
+        lost = compiled.report.get("loss", {})
+        told = [f"{lost['kl']:.4f}", f"{lost['perplexity']:.2f}"] if lost else ["0", WHOLE]
+        cells = [f"{bits:.2f}", *told]
         if prompts:
             cells += [f"{100 * recall(compiled, task, prompts) / prompts:.0f}" for task in TASKS]
-        return cells, found["perplexity_float32"] if found else None
+        return cells, lost["perplexity_float32"] if lost else None
 
 
 class Peers:
