@@ -43,11 +43,8 @@ def opened(toy, tmp_path_factory):
     """opened(recipe) -> the toy, for more rows."""
 
     def get(name="plain"):
-        folder = toy.write(tmp_path_factory.mktemp("engine") / name, max_batch=BATCH)
-        told = toy.manifest(max_batch=BATCH, max_context=200)
-        told["recipe"]["tables"] = LOOPS[name]
-        toy.seal(folder, told)
-        return accel.load(folder)
+        folder = tmp_path_factory.mktemp("engine") / name
+        return accel.load(toy.write(folder, LOOPS[name], max_batch=BATCH, max_context=200))
 
     with kept(get) as found:
         yield found

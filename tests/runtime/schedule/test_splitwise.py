@@ -87,13 +87,11 @@ def through(prompts, decodes, request):
 @pytest.fixture(scope="module")
 def opened(toy, tmp_path_factory):
     def get(name="splitwise", **options):
-        folder = toy.write(tmp_path_factory.mktemp("splitwise") / name, max_batch=4)
-        told = toy.manifest(max_batch=4, max_context=200)
-        told["recipe"]["tables"] = {"schedule": {"use": "splitwise", **options}}
-        if name == "drafts":
-            told["recipe"]["tables"] |= DRAFTS
-        toy.seal(folder, told)
-        return accel.load(folder)
+        tables = {"schedule": {"use": "splitwise", **options}} | (
+            DRAFTS if name == "drafts" else {}
+        )
+        folder = tmp_path_factory.mktemp("splitwise") / name
+        return accel.load(toy.write(folder, tables, max_batch=4, max_context=200))
 
     with kept(get) as found:
         yield found
@@ -271,11 +269,7 @@ def test_more_processes_and_what_they_refuse(opened, toy, tmp_path):
         for one, ticket in zip(requests, tickets, strict=True):
             law(model, one, list(ticket))
         engine.close(drain=False)
-    told = toy.manifest(max_batch=4, max_context=200)
-    told["recipe"]["tables"] = {
-        "schedule": {"use": "splitwise"},
-        "loop": {"use": "first-finish", "samples": 2},
-    }
-    toy.seal(toy.write(tmp_path / "search", max_batch=4), told)
-    with accel.load(tmp_path / "search") as model, pytest.raises(InputError, match="no rounds"):
+    tables = {"schedule": {"use": "splitwise"}, "loop": {"use": "first-finish", "samples": 2}}
+    search = toy.write(tmp_path / "search", tables, max_batch=4, max_context=200)
+    with accel.load(search) as model, pytest.raises(InputError, match="no rounds"):
         serving(model)
