@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from accel.runtime.backends import clock
 from accel.runtime.backends.onnx import tune
 
 from . import captures, sampled, traces
+from .once import kept
 from .select_case import Selecting, built
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
@@ -162,18 +164,15 @@ def smollm2(real_model) -> Path:
 @pytest.fixture(scope="session")
 def build():
     """build(architecture) -> its module and the ONNX build of it, made once for all tests."""
-    made = {}
+    with ExitStack() as stack:
 
-    def get(name: str) -> SimpleNamespace:
-        if name not in made:
+        @cache
+        def get(name: str) -> SimpleNamespace:
             model = models.ARCHITECTURES[name]()
-            compiled = accel.optimize(model, "base", max_context=256, max_batch=4)
-            made[name] = SimpleNamespace(name=name, model=model, compiled=compiled)
-        return made[name]
+            made = accel.optimize(model, "base", max_context=256, max_batch=4)
+            return SimpleNamespace(name=name, model=model, compiled=stack.enter_context(made))
 
-    yield get
-    for each in made.values():
-        each.compiled.close()
+        yield get
 
 
 def own(program: Program) -> Program:
@@ -187,36 +186,26 @@ def captured():
 
     The name is of tools/models/models.py, "tiny", or any model type of transformers.
     """
-    made = {}
-
-    def get(name: str) -> Program:
-        if name not in made:
-            made[name] = capture(models.make(name, 2), max_context=128)
-        return own(made[name])
-
-    return get
+    made = cache(lambda name: capture(models.make(name, 2), max_context=128))
+    return lambda name: own(made(name))
 
 
 @pytest.fixture(scope="session")
 def deep():
     """deep(architecture, target, **options of a method) -> (module of four layers, its build)."""
-    made, modules = {}, {}
+    module = cache(lambda name: models.make(name, 4))
 
-    def get(name, target="onnx", **options):
-        key = (name, target, *options.items())
-        if name not in modules:
-            modules[name] = models.make(name, 4)
-        if key not in made:
-            recipe = {"depth": options} if options else "base"
-            made[key] = accel.optimize(
-                modules[name], recipe, target=target, max_context=64, max_batch=2,
-                verify=target == "onnx" and name == "llama",
-            )  # fmt: skip
-        return modules[name], made[key]
+    def make(name, target="onnx", **options):
+        recipe, verify = (
+            {"depth": options} if options else "base",
+            (target, name) == ("onnx", "llama"),
+        )
+        return accel.optimize(
+            module(name), recipe, target=target, max_context=64, max_batch=2, verify=verify
+        )
 
-    yield get
-    for compiled in made.values():
-        compiled.close()
+    with kept(make) as made:
+        yield lambda name, *target, **options: (module(name), made(name, *target, **options))
 
 
 @pytest.fixture(scope="session")
@@ -224,14 +213,8 @@ def stateful(captured):
     """stateful(name) -> a fresh copy of its captured program, as the recipe's passes over the state
     find it.
     """
-    made = {}
-
-    def get(name: str) -> Program:
-        if name not in made:
-            made[name] = over_state(captured(name))
-        return own(made[name])
-
-    return get
+    made = cache(lambda name: over_state(captured(name)))
+    return lambda name: own(made(name))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -129,14 +130,10 @@ def held(session: Session) -> int:
     return max(slots, default=0) + int((session.lengths - session.held_from).max())
 
 
-_MADE: dict[str, Case] = {}
-
-
+@cache
 def evicted(stateful: Any, name: str) -> Case:
     """One of RECIPES on a small Llama of two layers and two KV heads; made once."""
-    if name not in _MADE:
-        _MADE[name] = evicting(stateful("llama"), RECIPES[name])
-    return _MADE[name]
+    return evicting(stateful("llama"), RECIPES[name])
 
 
 def conversation(session, tokens, lengths, longest=40, rounds=2):

@@ -1,5 +1,7 @@
 """Tokens that stay take positions from 0 on: key-rerotate, finch, and streaming-llm's positions in the cache."""
 
+from functools import cache
+
 import models
 import numpy as np
 import pytest
@@ -18,19 +20,15 @@ from ....kv_case import evicting, kept, recipe
 from ....kv_slots import AXES, SCALE, B, D, G, build, choose, sets, slots, turns
 from ....session_ways import close, singles
 
-_MADE = {}
 
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def case(stateful):
+    @cache
     def made(score="streaming-llm", kept=12, model="llama", every=0, **axes):
-        key = score, kept, model, every, *axes.items()
-        if key not in _MADE:
-            tables = recipe(score, kept, **{"keep": "key-rerotate", **axes})
-            if every:
-                tables["kv.when"] = {"use": "every", "tokens": every}
-            _MADE[key] = evicting(stateful(model), tables)
-        return _MADE[key]
+        tables = recipe(score, kept, **{"keep": "key-rerotate", **axes})
+        if every:
+            tables["kv.when"] = {"use": "every", "tokens": every}
+        return evicting(stateful(model), tables)
 
     return made
 

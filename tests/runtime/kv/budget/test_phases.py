@@ -1,5 +1,7 @@
 """Prompts and generated tokens apart: marks, the budget and the moments of both, scope and shotkv."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,6 @@ from ....kv_slots import AXES, B, G, build, choose, sets, slots
 from ....runtime.test_rows import growing
 from ....session_ways import close, singles
 
-_MADE = {}
 PROMPT, KEPT, NEW, RECENT = 30, 10, 6, 3
 
 
@@ -30,15 +31,9 @@ def tables(refine="scope", score="tova", every=1, **budget):
     return found | ({"kv.refine": table(refine)} if refine else {})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def case(stateful):
-    def made(*args, **options):
-        key = args, *options.items()
-        if key not in _MADE:
-            _MADE[key] = evicting(stateful("llama"), tables(*args, **options))
-        return _MADE[key]
-
-    return made
+    return cache(lambda *args, **options: evicting(stateful("llama"), tables(*args, **options)))
 
 
 def numbers(*values):
