@@ -29,6 +29,9 @@ class Range:
     below: float | None = None
     odd: bool = False
     one_of: tuple[Any, ...] = ()
+    multiple_of: str = (
+        ""  # another option; whether it is one is not of the range, but of `check_options`
+    )
 
     def __contains__(self, value: Any) -> bool:
         if self.one_of:
@@ -42,10 +45,11 @@ class Range:
         )
 
     def __str__(self) -> str:
+        more = [f"a multiple of {self.multiple_of}"] if self.multiple_of else []
         if self.one_of:
             *others, last = map(repr, self.one_of)
-            return f"{', '.join(others)} or {last}" if others else last
-        if self.least is not None and self.most is not None:
+            words = [f"{', '.join(others)} or {last}" if others else last]
+        elif self.least is not None and self.most is not None:
             words = [f"{self.least} to {self.most}"]
         else:
             bounds = {
@@ -55,7 +59,7 @@ class Range:
                 "less than": self.below,
             }
             words = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
-        return "an odd number, " * self.odd + " and ".join(words)
+        return "an odd number, " * self.odd + " and ".join(words + more)
 
 
 def option(
@@ -66,13 +70,15 @@ def option(
     below: float | None = None,
     odd: bool = False,
     one_of: Iterable[Any] = (),
+    multiple_of: str = "",
 ) -> Any:
     """An option of a method, as a dataclass field: its default and the values that it takes. Without a range it takes
-    any value of its type. A count that would hang or fill the memory where it is huge declares `most`.
+    any value of its type. A count that would hang or fill the memory where it is huge declares `most`. `multiple_of`:
+    another option, of which this one holds a whole number of times.
 
     A subclass that gives another default alone (`page: int = 8`) keeps the range.
     """
-    allowed = Range(least, most, above, below, odd, tuple(one_of))
+    allowed = Range(least, most, above, below, odd, tuple(one_of), multiple_of)
     return dataclasses.field(default=default, metadata={"range": allowed})
 
 
@@ -90,9 +96,10 @@ def ranges(method: type[Any]) -> Mapping[str, Range | None]:
 
 def check_options(method: Any, full_name: str) -> None:
     """Raise RecipeError where an option of a method is out of its range, a whole number larger than any size, or a
-    number that is not finite.
+    number that is not finite; or no multiple of the option that it must be one of.
     """
-    for name, allowed in ranges(type(method)).items():
+    declared = ranges(type(method))
+    for name, allowed in declared.items():
         value = getattr(method, name)
         give = str(allowed or "")
         if isinstance(value, float) and not math.isfinite(value):  # JSON of an artifact has neither
@@ -105,6 +112,13 @@ def check_options(method: Any, full_name: str) -> None:
         else:
             continue
         raise RecipeError(f"{full_name}: {name} is {shown(value)}; give {give}")
+    for name, allowed in declared.items():
+        if allowed is not None and (other := allowed.multiple_of):
+            value, unit = getattr(method, name), getattr(method, other)
+            if value % unit:
+                raise RecipeError(
+                    f"{full_name}: {name} is {value}; give a multiple of {other} = {unit}"
+                )
 
 
 @dataclass(frozen=True)

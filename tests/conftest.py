@@ -6,9 +6,11 @@ import gc
 import os
 import shutil
 import tempfile
-from functools import partial
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import models
 import pytest
@@ -18,17 +20,20 @@ import torch
 import accel
 from accel.compiler import report
 from accel.compiler.over_state import over_state
-from accel.compiler.smoke.tiny_models import small_model
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError
 from accel.ir.program import Program
 from accel.ir.user_cache import cache_folder, private_folder
 from accel.lowering.onnx import native
 from accel.lowering.onnx.variants import NATIVE
+from accel.passes import run
 from accel.runtime.backends import clock
 from accel.runtime.backends.onnx import tune
 
 from . import captures, sampled, traces
+from .once import kept
+from .select_case import Selecting, built
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
 torch.set_num_threads(1)
@@ -159,18 +164,15 @@ def smollm2(real_model) -> Path:
 @pytest.fixture(scope="session")
 def build():
     """build(architecture) -> its module and the ONNX build of it, made once for all tests."""
-    made = {}
+    with ExitStack() as stack:
 
-    def get(name: str) -> SimpleNamespace:
-        if name not in made:
+        @cache
+        def get(name: str) -> SimpleNamespace:
             model = models.ARCHITECTURES[name]()
-            compiled = accel.optimize(model, "base", max_context=256, max_batch=4)
-            made[name] = SimpleNamespace(name=name, model=model, compiled=compiled)
-        return made[name]
+            made = accel.optimize(model, "base", max_context=256, max_batch=4)
+            return SimpleNamespace(name=name, model=model, compiled=stack.enter_context(made))
 
-    yield get
-    for each in made.values():
-        each.compiled.close()
+        yield get
 
 
 def own(program: Program) -> Program:
@@ -184,44 +186,26 @@ def captured():
 
     The name is of tools/models/models.py, "tiny", or any model type of transformers.
     """
-    made = {}
-
-    def get(name: str) -> Program:
-        if name not in made:
-            known = {**models.ARCHITECTURES, "tiny": models.tiny}
-            make = known.get(name, partial(small_model, name))
-            layers, models.LAYERS = models.LAYERS, 2
-            try:
-                made[name] = capture(make(), max_context=128)
-            finally:
-                models.LAYERS = layers
-        return own(made[name])
-
-    return get
+    made = cache(lambda name: capture(models.make(name, 2), max_context=128))
+    return lambda name: own(made(name))
 
 
 @pytest.fixture(scope="session")
 def deep():
     """deep(architecture, target, **options of a method) -> (module of four layers, its build)."""
-    made, modules = {}, {}
+    module = cache(lambda name: models.make(name, 4))
 
-    def get(name, target="onnx", **options):
-        key = (name, target, *options.items())
-        if name not in modules:
-            layers, models.LAYERS = models.LAYERS, 4
-            modules[name] = models.ARCHITECTURES[name]()
-            models.LAYERS = layers
-        if key not in made:
-            recipe = {"depth": options} if options else "base"
-            made[key] = accel.optimize(
-                modules[name], recipe, target=target, max_context=64, max_batch=2,
-                verify=target == "onnx" and name == "llama",
-            )  # fmt: skip
-        return modules[name], made[key]
+    def make(name, target="onnx", **options):
+        recipe, verify = (
+            {"depth": options} if options else "base",
+            (target, name) == ("onnx", "llama"),
+        )
+        return accel.optimize(
+            module(name), recipe, target=target, max_context=64, max_batch=2, verify=verify
+        )
 
-    yield get
-    for compiled in made.values():
-        compiled.close()
+    with kept(make) as made:
+        yield lambda name, *target, **options: (module(name), made(name, *target, **options))
 
 
 @pytest.fixture(scope="session")
@@ -229,11 +213,28 @@ def stateful(captured):
     """stateful(name) -> a fresh copy of its captured program, as the recipe's passes over the state
     find it.
     """
-    made = {}
+    made = cache(lambda name: over_state(captured(name)))
+    return lambda name: own(made(name))
+
+
+@pytest.fixture
+def passed(captured):
+    """passed(name) -> its program over explicit state, in layers."""
 
     def get(name: str) -> Program:
-        if name not in made:
-            made[name] = over_state(captured(name))
-        return own(made[name])
+        program = captured(name)
+        run(program, pipeline(program.facts.encoder is not None))
+        return program
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def selecting(stateful):
+    """selecting(name, **options) -> a small Llama of two layers with a method of kv.select; none: without."""
+
+    @cache
+    def get(name: str | None = None, **options: Any) -> Selecting:
+        return Selecting(stateful("llama"), built(name, **options) if name else None)
 
     return get

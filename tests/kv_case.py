@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
 from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.session import Session
 from accel.runtime.session.state._kv_plan import KvPlan, kv_plan
 
 from .session_case import session_of
+from .session_ways import close, singles
 
 EVICTING = [axis for name, axis in find_axes().items() if name in EVICTION]
 FOREVER = {"use": "uniform", "tokens_kept": 1 << 20}
@@ -129,29 +130,10 @@ def held(session: Session) -> int:
     return max(slots, default=0) + int((session.lengths - session.held_from).max())
 
 
-_MADE: dict[str, Case] = {}
-
-
+@cache
 def evicted(stateful: Any, name: str) -> Case:
     """One of RECIPES on a small Llama of two layers and two KV heads; made once."""
-    if name not in _MADE:
-        _MADE[name] = evicting(stateful("llama"), RECIPES[name])
-    return _MADE[name]
-
-
-def close(a, b, tolerance=2e-4):
-    np.testing.assert_allclose(a, b, atol=tolerance, rtol=1e-4)
-
-
-def oracle(compiled: CompiledModel) -> CompiledModel:
-    """The eager target's model of a build."""
-    backend = EagerBackend(compiled.program)
-    return CompiledModel(backend, compiled.facts, recipe=compiled.recipe, program=compiled.program)
-
-
-def decoded(session, tokens):
-    """Logits of single tokens [B,T]."""
-    return np.concatenate([session.run(tokens[:, [i]]) for i in range(tokens.shape[1])], axis=1)
+    return evicting(stateful("llama"), RECIPES[name])
 
 
 def conversation(session, tokens, lengths, longest=40, rounds=2):
@@ -165,7 +147,7 @@ def conversation(session, tokens, lengths, longest=40, rounds=2):
         logits = session.run(given[:, : max(lengths)], lengths)
         out += [row[:n] for row, n in zip(logits, lengths, strict=True)]
         session.end_prompt()
-        out += list(decoded(session, given[:, longest : longest + 4]))
+        out += list(singles(session, given[:, longest : longest + 4]))
     return out
 
 

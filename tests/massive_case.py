@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import models
 import torch
 from torch import Tensor, nn
 
-from accel.compiler.smoke.tiny_models import randomise
 from accel.ir.capture.examples import example
 
 VOCABULARY, FLAG, SINK, NEURONS = 101, 0, 1, 8
@@ -22,13 +22,10 @@ WRITES, TAKES = 1, 4  # layers
 
 def massive(layers: int = 6) -> nn.Module:
     """A Llama of 64 channels."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
+    model = models.random(
+        "llama", vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = randomise(LlamaForCausalLM(config), "llama").eval()
+    ).eval()  # fmt: skip
     with torch.no_grad():
         _plant(model.model)
     return model

@@ -1,6 +1,7 @@
 """Small models whose prompts are pruned, and what attention reads in transformers' own code."""
 
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 
 import models
@@ -27,16 +28,11 @@ TOKENS = np.random.default_rng(0).integers(3, 50, (3, 48))
 _MADE: dict = {}
 
 
+@cache
 def module(name):
     """An architecture's module; of other layers than LAYERS where the name says, as llama:4."""
-    if name not in _MADE:
-        kind, _, count = name.partition(":")
-        layers, models.LAYERS = models.LAYERS, int(count or LAYERS)
-        try:
-            _MADE[name] = models.ARCHITECTURES[kind]()
-        finally:
-            models.LAYERS = layers
-    return _MADE[name]
+    kind, _, count = name.partition(":")
+    return models.make(kind, int(count or LAYERS))
 
 
 def built(name, target="eager", tables=None, **prune):

@@ -64,9 +64,5 @@ def shared(stateful: Any, name: str = "llama", **options: Any) -> Shared:
     return Shared(stateful(name), stateful(name), **options)
 
 
-def close(a: Any, b: Any) -> None:
-    np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4)
-
-
 def named(text: str, *words: str) -> bool:
     return all(re.search(re.escape(word), text) for word in words)

@@ -8,11 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import models
 import numpy as np
 import torch
 
-import accel
 from accel.compiler.train.runs.fit import Fit
 from accel.ir.axis import Axis
 from accel.ir.ops.attention import Form
@@ -22,8 +20,6 @@ from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.kv._shared.tables import appended, attentions, measured
 from accel.passes.kv.inputs import call
 from accel.passes.trained import Trained, sample, write
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.session import Session
 
 from .session_case import session_of
@@ -105,50 +101,3 @@ class Selecting:
 
     def tokens(self, *shape: int, seed: int = 0) -> np.ndarray:
         return np.random.default_rng(seed).integers(3, self.program.facts.vocab_size, shape)
-
-
-def singles(session: Session, tokens: np.ndarray) -> np.ndarray:
-    """Logits of single tokens [B,T]."""
-    return np.concatenate([session.run(tokens[:, [i]]) for i in range(tokens.shape[1])], axis=1)
-
-
-def close(a: Any, b: Any) -> None:
-    np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4)
-
-
-def llama(layers: int) -> Any:
-    """A random Llama of so many layers."""
-    before, models.LAYERS = models.LAYERS, layers
-    try:
-        return models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = before
-
-
-def drive(session: Session, tokens: np.ndarray, **marks: Any) -> list[np.ndarray]:
-    """Logits of prompts of two lengths, single tokens, several, after a rewind, of a fork. marks: see Session.mark."""
-    with session:
-        if marks:
-            session.mark(**marks)
-        found = [
-            session.prompt(tokens[:, :40], np.array([40, 13])),
-            singles(session, tokens[:, 40:52]),
-        ]
-        found.append(session.run(tokens[:, 52:58], np.array([6, 2])))
-        session.rewind(session.lengths - 9)
-        found += [singles(session, tokens[:, 49:53]), session.run(tokens[:, 41:46])]
-        with session.fork() as other:
-            found.append(other.run(tokens[:, 53:56]))
-    return found
-
-
-def law_every_target(made: Any, **marks: Any) -> None:
-    """Each build of a model with a batch of 2 gives the oracle's logits along `drive`."""
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 64))
-    oracle = CompiledModel(EagerBackend(made.program), made.facts)
-    want = drive(oracle.session(batch=2), tokens, **marks)
-    for kernels in made.artifact.entries["step"].graphs:
-        with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
-            found = drive(loaded.session(batch=2), tokens, **marks)
-        for a, b in zip(found, want, strict=True):
-            assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels

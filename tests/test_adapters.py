@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import models
@@ -25,19 +26,20 @@ from accel.runtime.session.prompt.pieces import PieceReuse
 from accel.runtime.session.prompt.prefix_cache import PrefixCache
 
 from . import adapter_case as case
+from .once import kept
+from .session_ways import near
 
 TOKENS = np.random.default_rng(0).integers(0, 90, (3, 40))
 ROWS = ["two", None, "one"]
 CLOSE = 1e-4  # of the largest logit
+close = partial(near, bound=CLOSE)
 SIZES = {"max_context": 64, "max_batch": 3}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A model of two layers; two adapters of different ranks, modules and scales; logits of each merged model."""
-    layers, models.LAYERS = models.LAYERS, 2
-    model, folder = models.ARCHITECTURES["llama"](), tmp_path_factory.mktemp("adapters")
-    models.LAYERS = layers
+    model, folder = models.make("llama", 2), tmp_path_factory.mktemp("adapters")
     one = case.write(folder / "one", model, ["q_proj", "v_proj", "down_proj"], rank=3, alpha=5)
     two = case.write(folder / "two", model, ["q_proj", "o_proj", "up_proj"], 5, 4, seed=1)
     merged = {
@@ -59,21 +61,13 @@ def built(trained, tmp_path_factory):
 @pytest.fixture(scope="module")
 def in_process(trained):
     """in_process(target): a build that writes no artifact, made once."""
-    made = {}
 
     def get(target):
-        if target not in made:
-            options = {"target": target, "verify": False, "adapters": trained.folders}
-            made[target] = accel.optimize(trained.model, **options, **SIZES)
-        return made[target]
+        options = {"target": target, "verify": False, "adapters": trained.folders}
+        return accel.optimize(trained.model, **options, **SIZES)
 
-    yield get
-    for compiled in made.values():
-        compiled.close()
-
-
-def close(got, want, bound=CLOSE):
-    assert np.abs(got - want).max() <= bound * max(1, np.abs(want).max())
+    with kept(get) as found:
+        yield found
 
 
 def greedy(module, tokens, count):

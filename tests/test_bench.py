@@ -15,6 +15,8 @@ from bench_cases import CASES, Case, Spec, parse_case, parse_spec, plot, ratios,
 from bench_peers import ENGINES, Peer, Unusable, Where, log_of, prepare
 from typer.testing import CliRunner
 
+from . import gguf_case
+
 VARIANTS = {"accel": (), "llama_cpp": ("q4_0", "f32")}
 DECODE, LOAD = Case("decode", 32, 8), Case("load")
 
@@ -26,9 +28,7 @@ def call(*words):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    layers, models.LAYERS = models.LAYERS, 1
-    models.ARCHITECTURES["llama"]().save_pretrained(folder)
-    models.LAYERS = layers
+    models.make("llama", 1).save_pretrained(folder)
     return folder
 
 
@@ -148,17 +148,12 @@ def test_wrong_use_says_what_to_do(checkpoint, tmp_path, words, said):
 
 @pytest.fixture
 def gguf(tmp_path):
-    import numpy as np
-    from gguf import GGUFWriter
-
     path = tmp_path / "tiny.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_context_length(300)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    model = models.random(
+        "llama", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=300,
+    )  # fmt: skip
+    gguf_case.write(model, "llama", path)
     return path
 
 

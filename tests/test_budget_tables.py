@@ -18,8 +18,9 @@ from accel.runtime.kv.budget.duo_heads import DuoHeads
 from accel.runtime.kv.budget.headkv_r2 import HeadKVR2
 from accel.runtime.kv.budget.prefixkv import PrefixKV, curve, prefixes
 
-from .kv_case import close, decoded, evicting, kept, recipe, table
+from .kv_case import evicting, kept, recipe, table
 from .kv_slots import AXES, B, G, choose, real, sets, slots
+from .session_ways import close, singles
 
 KINDS = {"headkv-r2": HeadKVR2, "duo-heads": DuoHeads, "prefixkv": PrefixKV}
 T = 24
@@ -298,11 +299,11 @@ def test_a_session_keeps_what_its_table_says(stateful, tmp_path, name):
                 assert total == sum(8 if p < 0.5 else n for p in one["place"])
             else:
                 assert total == 2 * method.tokens(n, layer, 2, **one)
-    logits = decoded(session, case.tokens(2, 44)[:, 40:])
+    logits = singles(session, case.tokens(2, 44)[:, 40:])
     alone = case.session(1)
     alone.run(case.tokens(2, 40)[1:, :30])
     alone.end_prompt()
-    close(logits[1:], decoded(alone, case.tokens(2, 44)[1:, 40:]))
+    close(logits[1:], singles(alone, case.tokens(2, 44)[1:, 40:]))
 
 
 @pytest.mark.long
@@ -314,7 +315,7 @@ def test_no_streaming_head_loses_nothing(stateful, tmp_path):
         session = case.session(1)
         session.run(case.tokens(1, 40))
         session.end_prompt()
-        found.append(decoded(session, case.tokens(1, 44)[:, 40:]))
+        found.append(singles(session, case.tokens(1, 44)[:, 40:]))
     close(found[0], found[1])
     assert np.abs(found[0] - found[2]).max() > 1e-3, "the control"
 

@@ -35,18 +35,6 @@ from accel.runtime.inputs.text import Tokenizer
 aten = torch.ops.aten
 
 
-@pytest.fixture
-def passed(captured):
-    """passed(name) -> its program over explicit state, in layers."""
-
-    def get(name):
-        program = captured(name)
-        run(program, pipeline(program.facts.encoder is not None))
-        return program
-
-    return get
-
-
 def add_to_logits(program, head, op, args):
     """Another reader of what the head reads, whose result is added to the logits."""
     graph = program.step.graph
@@ -288,8 +276,7 @@ def test_a_build_reports_bits_and_loss(verify, build):
 @pytest.mark.long
 def test_the_commands_show_bits_and_loss(tmp_path, monkeypatch):
     """A directory without a tokenizer: `build` on random tokens, and what `inspect` says of it."""
-    monkeypatch.setattr(models, "LAYERS", 2)
-    models.llama().save_pretrained(tmp_path / "model")
+    models.make("llama", 2).save_pretrained(tmp_path / "model")
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[weights]\nuse = "int4-awq"\nsmallest = 256\n', encoding="utf-8")
 

@@ -143,10 +143,7 @@ def test_a_block_leaves_the_others_as_they_were(filler):
             lambda s: s.write([[1, 2]], 7),
             "start of row 0 is 7, but the row holds 6 tokens; give 0..6",
         ),
-        (
-            lambda s: s.write([[1, 2]], 1, [1]),
-            "1 padding columns in front of tokens that it holds",
-        ),
+        (lambda s: s.write([[1, 2]], 1, [1]), "1 padding columns in front of tokens that it holds"),
         (
             lambda s: s.write([[1, 2]], 0, None, [[2]]),
             "rows name columns 2..2 of a call of 2; give 0..1",

@@ -26,12 +26,7 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
     Invariant.FULL_ATTENTION: ("kv.score=h2o", "kv.select=quest", " for h2o"),
     Invariant.APPEND_ONLY: ("depth=calm", "loop=dllm-threshold", "for dllm-threshold"),
     Invariant.CHAINS: ("kv.select=quest", "loop=lookahead", "for lookahead"),
-    Invariant.EXCHANGEABLE_SIBLINGS: (
-        "verify=spectr-kseq",
-        "tree=static",
-        "",
-        "draft=model",
-    ),
+    Invariant.EXCHANGEABLE_SIBLINGS: ("verify=spectr-kseq", "tree=static", "", "draft=model"),
     Invariant.CALL_INDEPENDENT: ("kv.reuse=pie", "prefill.sparse=critiprefill", "without"),
     Invariant.DECODE_WIDTH: ("loop=lookahead", "depth=calm", "shortgpt for calm"),
     Invariant.BATCH_INVARIANCE: ("numerics=batch-invariant", "kv.select=quest", "without"),

@@ -231,8 +231,7 @@ def test_the_module_is_left_as_it_was(fails):
 
 
 def test_the_attention_implementation_is_left_as_it_was(monkeypatch):
-    monkeypatch.setattr(models, "LAYERS", 1)
-    model = models.llama()
+    model = models.make("llama", 1)
     model.set_attn_implementation("eager")
     program = capture(model)
     assert model.config._attn_implementation == "eager"

@@ -9,7 +9,7 @@ from itertools import product
 
 import models
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import accel
 from accel.commands import demo
@@ -395,11 +395,7 @@ def test_a_template_that_is_no_jinja():
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    models.randomise(LlamaForCausalLM(config), "chat").save_pretrained(folder / "hf")
+    models.wordy("chat").save_pretrained(folder / "hf")
     saved(folder / "hf", {"default": LLAMA, "short": "{{ messages[0].content }}"}, True)
     accel.optimize(folder / "hf", out=folder / "artifact", max_batch=2, verify=False).close()
     with accel.load(folder / "artifact") as model:

@@ -14,9 +14,6 @@ from types import SimpleNamespace
 import models
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Tokens
-from tokenizers import decoders, pre_tokenizers, trainers
-from tokenizers import models as tokenizer_models
 from typer.testing import CliRunner
 
 from accel import cli
@@ -31,15 +28,7 @@ from accel.compiler.choose.candidates import (
     singles,
 )
 from accel.compiler.choose.choose import Row, _Work
-from accel.compiler.choose.front import (
-    Point,
-    Spread,
-    Stage,
-    alike,
-    dominates,
-    front,
-    survivors,
-)
+from accel.compiler.choose.front import Point, Spread, Stage, alike, dominates, front, survivors
 from accel.compiler.choose.measure import Test as Figures
 from accel.compiler.choose.measure import Timed, rungs
 from accel.compiler.choose.prompts import Prompt, read_prompts, samples
@@ -449,19 +438,7 @@ PROMPTS = '{"prompt": "0123 4567"}\n{"prompt": "abc", "answer": "d"}\n'
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A model directory: a Llama of two layers with a byte-level tokenizer."""
-    folder = tmp_path_factory.mktemp("choose") / "tiny"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "LAYERS", 2)
-        models.llama().save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:100]
-    tokenizer = Tokens(tokenizer_models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        ["ab"], trainers.BpeTrainer(vocab_size=101, initial_alphabet=alphabet)
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return models.write(tmp_path_factory.mktemp("choose") / "tiny")
 
 
 def command(folder, model, *more, recipes=RECIPES):

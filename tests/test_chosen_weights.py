@@ -6,11 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.compiler.pipeline import pipeline
 from accel.ir.calibration import Calibration
 from accel.ir.errors import RecipeError
 from accel.ir.ops.quantized import dequantize, quantized_embedding, quantized_linear
-from accel.passes import run
 from accel.passes.calibrate import feeds
 from accel.passes.weights import _chosen
 from accel.passes.weights._blocks import encode, in_blocks, round_to_nearest, sites, steps
@@ -18,18 +16,6 @@ from accel.passes.weights._search import importance, round_by_inputs, searched_s
 from accel.passes.weights._sensitivity import rounding_losses
 from accel.passes.weights.int4 import Int4
 from accel.passes.weights.mixed import Mixed
-
-
-@pytest.fixture
-def passed(captured):
-    """passed(name) -> its program over explicit state, in layers."""
-
-    def get(name):
-        program = captured(name)
-        run(program, pipeline(program.facts.encoder is not None))
-        return program
-
-    return get
 
 
 def text(program, rows=4, length=40):

@@ -10,8 +10,6 @@ import sys
 
 import models
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers import models as tokenizer_models
 from typer.testing import CliRunner
 
 import accel
@@ -53,19 +51,7 @@ def left(folder):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A model directory: a tiny Llama with a byte-level tokenizer that fits it."""
-    folder = tmp_path_factory.mktemp("cli") / "tiny"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "LAYERS", 2)
-        models.llama().save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:100]
-    tokenizer = Tokenizer(tokenizer_models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        ["ab"], trainers.BpeTrainer(vocab_size=101, initial_alphabet=alphabet)
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return models.write(tmp_path_factory.mktemp("cli") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from accel.passes.kv.codec import At, Base, Storage
 from accel.passes.kv.codec._encode import Encode
 
 from .kv_case import evicting, recipe
-from .select_case import Selecting, close, measured_for
+from .select_case import Selecting, measured_for
+from .session_ways import close
 
 R = 4
 LENGTHS = [31, 14, 2]

@@ -78,14 +78,8 @@ def built(tmp_path_factory):
     """A folder with `my-model` in it, two layers of random weights with the bundled tokenizer, its copy where the name
     of a repository leads, its artifact, and two adapters.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("docs")
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    model = models.randomise(LlamaForCausalLM(config), "readme")
+    model = models.wordy("readme")
     model.save_pretrained(folder / "my-model")
     for seed, name in enumerate(("poet", "coder")):
         adapter_case.write(folder / name, model, ["q_proj", "up_proj"], seed=seed)

@@ -14,9 +14,9 @@ from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.encoder import encoder_facts
 from accel.ir.errors import InputError
 from accel.passes.recognise.mask import classify
-from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.inputs.encoder_inputs import padded
-from accel.runtime.model.compiled import CompiledModel
+
+from .session_ways import oracle
 
 TYPES = ["t5", "bart", "marian", "m2m_100", "whisper"]
 FEATURES, TEXT = "input_features", "input_ids"
@@ -49,7 +49,7 @@ def built(request, tmp_path_factory):
     model.save_pretrained(folder / "model")
     model = type(model).from_pretrained(folder / "model")  # sinusoids are not saved, but made again
     onnx = accel.optimize(folder / "model", max_context=64, max_batch=3, out=folder / "artifact")
-    eager = CompiledModel(EagerBackend(onnx.program), onnx.facts)
+    eager = oracle(onnx)
     yield SimpleNamespace(
         kind=request.param, model=model, targets=(onnx, eager), folder=folder / "artifact"
     )

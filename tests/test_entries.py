@@ -18,6 +18,7 @@ from accel.lowering.onnx.verify import entry_error
 from accel.passes.prefill.prune.cache_augment import CacheAugment
 
 from .kv_case import recipe
+from .once import kept
 from .test_encoder_decoder import make
 from .tree_case import with_trees
 
@@ -55,24 +56,20 @@ BUILDS = {  # entries -> architecture, recipe
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
     """What was written for some entries."""
-    made = {}
 
     def get(name):
-        if name not in made:
-            architecture, tables = BUILDS[name]
-            model = make(architecture) if name == "encode" else models.ARCHITECTURES[architecture]()
-            optimize = with_trees if name == "commit" else accel.optimize
-            out = tmp_path_factory.mktemp("entries") / "artifact"
-            if name == "augment":
-                file = out.with_name("coprocessor.safetensors")
-                random_part(over_state(capture(model, max_context=64)), CacheAugment, file)
-                tables = {axis: {**table, "trained": str(file)} for axis, table in tables.items()}
-            made[name] = optimize(model, {**tables}, max_context=64, out=out)
-        return made[name]
+        architecture, tables = BUILDS[name]
+        model = make(architecture) if name == "encode" else models.ARCHITECTURES[architecture]()
+        optimize = with_trees if name == "commit" else accel.optimize
+        out = tmp_path_factory.mktemp("entries") / "artifact"
+        if name == "augment":
+            file = out.with_name("coprocessor.safetensors")
+            random_part(over_state(capture(model, max_context=64)), CacheAugment, file)
+            tables = {axis: {**table, "trained": str(file)} for axis, table in tables.items()}
+        return optimize(model, {**tables}, max_context=64, out=out)
 
-    yield get
-    for model in made.values():
-        model.close()
+    with kept(get) as found:
+        yield found
 
 
 def entries_of(model):

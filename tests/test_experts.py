@@ -7,7 +7,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import accel
 from accel.compiler.pipeline import pipeline
@@ -32,12 +31,11 @@ BITS = {"int4": (4, 32), "int8": (8, 32)}  # and block
 
 
 def mixtral():
-    config = MixtralConfig(
-        vocab_size=97, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
+    return models.random(
+        "mixtral", vocab_size=97, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=EXPERTS,
         num_experts_per_tok=CHOSEN, max_position_embeddings=64,
     )  # fmt: skip
-    return models.randomise(MixtralForCausalLM(config), "mixtral")
 
 
 @pytest.fixture(scope="module")

@@ -329,9 +329,7 @@ def test_rates_are_measured_once(native, monkeypatch, tmp_path):
 
 def test_the_command(tmp_path):
     threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "LAYERS", 1)
-        models.llama().save_pretrained(tmp_path / "m")
+    models.make("llama", 1).save_pretrained(tmp_path / "m")
     run = CliRunner().invoke
     page = tmp_path / "e.html"
     shown = run(

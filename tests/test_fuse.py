@@ -1,5 +1,8 @@
 """Fewer, larger operators: what is packed, what is left alone, and that nothing changes but the count."""
 
+from functools import cache
+
+import models
 import onnx
 import pytest
 import torch
@@ -144,13 +147,11 @@ def test_biases_on_some_projections():
 @pytest.fixture(scope="module")
 def rewritten(captured):
     """rewritten(name) -> its program after all passes, each checked, and the steps: to be read only."""
-    made = {}
 
+    @cache
     def get(name):
-        if name not in made:
-            program = captured(name)
-            made[name] = (program, fused(program))
-        return made[name]
+        program = captured(name)
+        return (program, fused(program))
 
     return get
 
@@ -187,13 +188,10 @@ def test_a_model_of_single_products_is_left_alone(rewritten, name):
 
 
 def test_a_tied_head_is_left_with_the_reason():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+    program = capture(models.random(
+        "llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
         num_attention_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    program = capture(randomise(LlamaForCausalLM(config), "llama"), max_context=32)
+    ), max_context=32)  # fmt: skip
     (why,) = {s.name: s for s in run(program, pipeline())}["Pack"].refused
     assert "model.embed_tokens.weight is the embedding too (tied)" in why
 

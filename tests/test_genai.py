@@ -7,7 +7,6 @@ import models
 import numpy as np
 import onnxruntime as ort
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
 from accel.commands import demo
@@ -92,11 +91,7 @@ def client(tmp_path_factory):
     """onnxruntime-genai and accel over one artifact: (its module, model and tokenizer, the compiled model)."""
     og = pytest.importorskip("onnxruntime_genai", reason="pip install '.[genai]'")
     folder = tmp_path_factory.mktemp("genai")
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    models.randomise(LlamaForCausalLM(config), "genai").save_pretrained(folder / "hf")
+    models.wordy("genai").save_pretrained(folder / "hf")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.reference() / name, folder / "hf")
     (folder / "hf" / "chat_template.jinja").write_text(TEMPLATE)

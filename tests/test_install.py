@@ -59,14 +59,8 @@ with accel.load("artifact") as model:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with `my-model`, two layers of random weights with the bundled tokenizer, and its artifact."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("install")
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    models.randomise(LlamaForCausalLM(config), "install").save_pretrained(folder / "my-model")
+    models.wordy("install").save_pretrained(folder / "my-model")
     shutil.copy(demo.reference() / "tokenizer.json", folder / "my-model")
     accel.optimize(
         folder / "my-model", out=folder / "artifact", max_context=128, verify=False
@@ -105,8 +99,7 @@ def test_commands_of_the_compiler_name_the_extra(folder):
     for call, (code, out, error) in zip(calls, plain(folder, calls), strict=True):
         assert code == 1 and not out, call
         assert re.fullmatch(
-            r"error: this needs the package torch.* pip install .*'\.\[compile\]'\n",
-            error,
+            r"error: this needs the package torch.* pip install .*'\.\[compile\]'\n", error
         ), f"{call}: {error}"
     assert not (folder / "made").exists()
 

@@ -1,5 +1,7 @@
 """Eviction on models of other kinds, and on the ONNX target: handled right, or refused with the reason."""
 
+from functools import cache
+
 import models
 import numpy as np
 import pytest
@@ -16,17 +18,8 @@ from accel.runtime.kv.budget.uniform import Uniform
 from accel.runtime.model.load import from_artifact
 from accel.runtime.session.state import recurrent_history as past
 
-from .kv_case import (
-    FOREVER,
-    close,
-    conversation,
-    decoded,
-    encoded,
-    evicting,
-    kept,
-    ragged_is_alone,
-    recipe,
-)
+from .kv_case import FOREVER, conversation, encoded, evicting, kept, ragged_is_alone, recipe
+from .session_ways import close, singles
 
 KINDS = [
     "gemma2",
@@ -39,13 +32,10 @@ KINDS = [
 @pytest.fixture(scope="module")
 def made(stateful):
     """made(kind, score, **axes) -> a small model of the kind that evicts."""
-    cases = {}
 
+    @cache
     def get(kind, score, **axes):
-        key = (kind, score, *axes.items())
-        if key not in cases:
-            cases[key] = evicting(stateful(kind), recipe(score, kept=8, **axes))
-        return cases[key]
+        return evicting(stateful(kind), recipe(score, kept=8, **axes))
 
     return get
 
@@ -80,7 +70,7 @@ def test_only_the_tokens_that_stay_are_seen(made, kind):
         s.end_prompt()
     held = sessions[1]._core.backend._state["kv.pos"]
     sessions[1]._core.backend._state["kv.pos"] = held.masked_fill((held >= 2) & (held < 14), -1)
-    some, full = (decoded(s, tokens[:, 20:24]) for s in sessions)
+    some, full = (singles(s, tokens[:, 20:24]) for s in sessions)
     close(some, full)
     some, full = (s.run(tokens[:, 24:]) for s in sessions)
     close(some, full)
@@ -123,13 +113,13 @@ def test_recurrent_state_goes_back_to_where_tokens_were_compressed(made, when):
     low = session.held_from
     assert (low == control.held_from).all() and (session.lengths > low).all()
     session.rewind(low)
-    close(decoded(session, tokens[:, 20:23]), decoded(control, tokens[:, 20:23]))
+    close(singles(session, tokens[:, 20:23]), singles(control, tokens[:, 20:23]))
     for s in (session, control):
         s.run(tokens[:, 23:29], [6, 4])
         s.end_prompt()
     for a, b in zip(kept(session).values(), kept(control).values(), strict=True):
         assert np.array_equal(a, b)
-    close(decoded(session, tokens[:, 30:33]), decoded(control, tokens[:, 30:33]))
+    close(singles(session, tokens[:, 30:33]), singles(control, tokens[:, 30:33]))
 
 
 def test_a_copy_that_may_be_thrown_away_is_caught(made, monkeypatch):
@@ -140,10 +130,7 @@ def test_a_copy_that_may_be_thrown_away_is_caught(made, monkeypatch):
 
 @pytest.mark.parametrize(
     "kind, reason",
-    [
-        ("bloom", r"bias by position \(ALiBi"),
-        ("mamba", "no layer of this model has a key cache"),
-    ],
+    [("bloom", r"bias by position \(ALiBi"), ("mamba", "no layer of this model has a key cache")],
 )
 def test_what_cannot_be_is_refused(stateful, kind, reason):
     program = stateful(kind)
@@ -179,9 +166,7 @@ def test_a_second_reader_of_the_cache_is_refused(stateful):
 )
 def test_onnx_is_the_eager_target(score, axes):
     """Ragged prompts and single tokens, turn by turn, in every variant of the step."""
-    layers, models.LAYERS = models.LAYERS, 2
-    model, tables = models.llama(), recipe(score, **axes)
-    models.LAYERS = layers
+    model, tables = models.make("llama", 2), recipe(score, **axes)
     tables["kv.when"] |= {"tokens": 3} if axes.get("when") == "every" else {}
     with accel.optimize(model, tables, max_context=128, max_batch=3, verify=False) as built:
         eager = accel.optimize(
@@ -212,9 +197,7 @@ def test_onnx_is_the_eager_target(score, axes):
 @pytest.mark.long
 def test_smoke_compares_a_recipe_that_counts():
     """It is rewound to nothing."""
-    layers, models.LAYERS = models.LAYERS, 2
-    model = models.llama()
-    models.LAYERS = layers
+    model = models.make("llama", 2)
     compiled = accel.optimize(
         model, "h2o", target="eager", max_context=64, max_batch=4, verify=False
     )

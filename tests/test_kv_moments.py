@@ -9,17 +9,8 @@ from accel.ir.recipe import Recipe
 from accel.runtime.session import core as session_module
 from accel.runtime.session.state.eviction import EvictionState
 
-from .kv_case import (
-    RECIPES,
-    close,
-    decoded,
-    evicted,
-    evicting,
-    held,
-    kept,
-    ragged_is_alone,
-    recipe,
-)
+from .kv_case import RECIPES, evicted, evicting, held, kept, ragged_is_alone, recipe
+from .session_ways import close, singles
 
 
 @pytest.fixture
@@ -89,7 +80,7 @@ def test_a_prompt_given_one_by_one_shows_its_queries(case):
     tokens = one.tokens(1, 40)
     single, whole = one.session(), one.session()
     single.end_prompt()  # of nothing
-    decoded(single, tokens)
+    singles(single, tokens)
     whole.run(tokens)
     for s in (single, whole):
         s.end_prompt()
@@ -122,7 +113,7 @@ def test_prompts_of_one_token_and_of_none(case, name):
     for s in (alone, fresh):
         s.run(tokens[:1, :1])
     alone.end_prompt()
-    assert np.array_equal(decoded(alone, tokens[:1, 1:4]), decoded(fresh, tokens[:1, 1:4]))
+    assert np.array_equal(singles(alone, tokens[:1, 1:4]), singles(fresh, tokens[:1, 1:4]))
 
 
 def test_a_window_beyond_the_context_takes_no_memory(stateful):
@@ -197,7 +188,7 @@ def test_a_call_that_fails_is_as_if_it_had_not_been(case, monkeypatch, name, wha
     control = one.session()
     control.run(tokens)
     control.end_prompt()
-    close(decoded(session, tokens[:, :4]), decoded(control, tokens[:, :4]))
+    close(singles(session, tokens[:, :4]), singles(control, tokens[:, :4]))
 
 
 @pytest.mark.parametrize("name, when", [("snapkv", "chunk"), ("h2o", "prompt")])

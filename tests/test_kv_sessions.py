@@ -14,9 +14,7 @@ from .kv_case import (
     LENGTHS,
     RECIPES,
     Case,
-    close,
     conversation,
-    decoded,
     encoded,
     evicted,
     evicting,
@@ -25,6 +23,7 @@ from .kv_case import (
     ragged_is_alone,
     state,
 )
+from .session_ways import close, singles
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_the_first_token_after_a_prompt_is_the_full_models(case, name):
     plain.end_prompt()
     assert kept(session)[0].shape[2] and not kept(plain)[0].shape[2]
     assert not np.allclose(
-        decoded(plain, tokens[:, :3]), decoded(session, tokens[:, :3]), atol=1e-4
+        singles(plain, tokens[:, :3]), singles(session, tokens[:, :3]), atol=1e-4
     )
 
 
@@ -209,8 +208,8 @@ def streaming(case: Case, length: int, hide=None, kept=12):
     hide = hide or (lambda p: (p >= 2) & (p < length - (kept - 2)))
     plain._core.backend._state["kv.pos"] = held.masked_fill(hide(held), -1)
     close(
-        decoded(session, tokens[:, length : length + 4]),
-        decoded(plain, tokens[:, length : length + 4]),
+        singles(session, tokens[:, length : length + 4]),
+        singles(plain, tokens[:, length : length + 4]),
     )
     close(session.run(tokens[:, -4:]), plain.run(tokens[:, -4:]))
 
@@ -244,7 +243,7 @@ def forks_are_apart(case: Case):
     for s in (session, control):
         s.run(tokens)
         s.end_prompt()
-        decoded(s, tokens[:, :2])
+        singles(s, tokens[:, :2])
         s.run(more[:, :3])
     other = session.fork()
     other.run(more)
@@ -253,7 +252,7 @@ def forks_are_apart(case: Case):
     other.run(more)
     for s in (session, control):
         s.end_prompt()
-    assert np.array_equal(decoded(session, tokens[:, :4]), decoded(control, tokens[:, :4]))
+    assert np.array_equal(singles(session, tokens[:, :4]), singles(control, tokens[:, :4]))
     assert session.stats["kv_bytes"] == control.stats["kv_bytes"]
 
 
@@ -285,12 +284,12 @@ def test_what_came_after_a_compression_may_be_forgotten(case):
     session.run(tokens)
     session.end_prompt()
     assert session.held_from == [40]
-    want = decoded(session, tokens[:, :3])
+    want = singles(session, tokens[:, :3])
     session.rewind(40)
-    decoded(session, tokens[:, 20:26])
+    singles(session, tokens[:, 20:26])
     session.rewind(41)
     session.rewind(40)
-    close(decoded(session, tokens[:, :3]), want)
+    close(singles(session, tokens[:, :3]), want)
     with pytest.raises(
         InputError,
         match=r"cannot rewind row 0 to 39: older tokens were evicted or merged; give 40\.\.43, or 0",
@@ -322,7 +321,7 @@ def test_one_row_starts_anew_beside_another(case):
         for s in (session, control):
             s.run(tokens, [0, 25])
             s.end_prompt()
-        close(decoded(session, tokens[:, :5]), decoded(control, tokens[:, :5]))
+        close(singles(session, tokens[:, :5]), singles(control, tokens[:, :5]))
 
 
 def test_what_was_counted_is_not_taken_back(case):

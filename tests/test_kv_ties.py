@@ -87,11 +87,7 @@ def test_the_law_catches_a_budget_that_ranks_by_slot():
 @pytest.fixture(scope="module")
 def module():
     """A Llama whose keys are all zero: to `knorm` each is as good as another."""
-    layers, models.LAYERS = models.LAYERS, 1
-    try:
-        made = models.llama()
-    finally:
-        models.LAYERS = layers
+    made = models.make("llama", 1)
     with torch.no_grad():
         for layer in made.model.layers:
             layer.self_attn.k_proj.weight.zero_()

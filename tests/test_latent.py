@@ -10,7 +10,6 @@ from torch import nn
 import accel
 from accel import PassError
 from accel.compiler.pipeline import pipeline
-from accel.compiler.smoke.tiny_models import randomise
 from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import attention
 from accel.passes import run
@@ -22,15 +21,13 @@ RANK, TURNED, PLAIN, VALUE = (getattr(LatentBlock, n) for n in "RANK TURNED PLAI
 
 def youtu(layers=1):
     """A transformers model; its rotation is on halves of interleaved channels."""
-    from transformers import YoutuConfig, YoutuForCausalLM
-
-    config = YoutuConfig(
+    return models.random(
+        "youtu",
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=4, q_lora_rank=14, kv_lora_rank=RANK, qk_rope_head_dim=TURNED,
         qk_nope_head_dim=PLAIN, v_head_dim=VALUE, max_position_embeddings=128, bos_token_id=1,
         eos_token_id=2, pad_token_id=None,
     )  # fmt: skip
-    return randomise(YoutuForCausalLM(config), "youtu")
 
 
 def written():

@@ -15,7 +15,7 @@ from accel.ir.parser.read import parse
 from accel.ir.state import CacheRegion, Home, Part, StateValue
 from accel.runtime.backends.onnx.mapped import mapped, memory_of
 
-from .select_case import singles
+from .session_ways import singles, variants
 
 PAGE = mmap.PAGESIZE
 READ, LAYERS, WIDE = 4, 2, 64  # pages of 16 slots of 64 numbers: a page of the system each
@@ -26,13 +26,11 @@ linux = pytest.mark.skipif(not hasattr(mmap, "MADV_RANDOM"), reason="Linux")
 
 def model():
     """A random Llama with one KV head."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    return models.random(
+        "llama",
         vocab_size=101, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=2,
         num_key_value_heads=1, head_dim=WIDE, max_position_embeddings=4096,
     )  # fmt: skip
-    return models.randomise(LlamaForCausalLM(config), "llama")
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +73,8 @@ def buffers_of(session):
 
 @linux
 def test_what_is_not_read_stays_on_the_disk(made):
-    for kernels in made.artifact.entries["step"].graphs:
-        with (
-            accel.load(made.artifact.path, kernels=kernels, threads=1) as one,
-            one.session() as session,
-        ):
+    for kernels, one in variants(made):
+        with one.session() as session:
             session.run(TOKENS[:, :1900])
             left = put_away(buffers_of(session))
             session.run(TOKENS[:, 1900:1901])

@@ -13,8 +13,9 @@ from accel.passes.kv.score.critic import Critic
 from accel.passes.kv.score.h2o import H2O
 from accel.passes.kv.score.keyformer import Keyformer
 
-from .kv_case import close, decoded, evicting, recipe, state
+from .kv_case import evicting, recipe, state
 from .kv_slots import AXES, B, D, G, build, choose, slots
+from .session_ways import close, singles
 
 S, T, R = 7, 4, 2
 
@@ -186,14 +187,14 @@ def test_sessions_accumulate_call_by_call_as_at_once(stateful):
         tokens = case.tokens(2, 12)
         whole, single = case.session(2), case.session(2)
         whole.run(tokens)
-        decoded(single, tokens)
+        singles(single, tokens)
         for key, value in state(whole).items():
             if key.startswith("mass"):
                 close(state(single)[key][..., :12], value[..., :12])
     case = evicting(stateful("llama"), recipe("keyformer", kept=1 << 20))
     one, other = case.session(2), case.session(2)
     one.run(tokens)
-    decoded(one, tokens[:, :3])
+    singles(one, tokens[:, :3])
     assert (state(one)["mass.0.steps.recent"] == 3).all()
     one.rewind(0)
     one.run(tokens)

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from functools import partial
 
 import models
 import numpy as np
@@ -16,18 +17,16 @@ from accel.ir.errors import InputError
 from accel.ir.peft import read_adapter
 
 from . import adapter_case as case
+from .session_ways import near
 
 TOKENS = np.random.default_rng(0).integers(0, 90, (2, 11))
 CLOSE = 1e-4  # of the largest logit
+close = partial(near, bound=CLOSE)
 
 
 @pytest.fixture(scope="module")
 def llama():
     return models.ARCHITECTURES["llama"]()
-
-
-def close(got, want):
-    assert np.abs(got - want).max() <= CLOSE * max(1, np.abs(want).max())
 
 
 def values(model, folder, stored=None):

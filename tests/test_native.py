@@ -95,8 +95,7 @@ ATTENTION = (attention.attention, attention.partial_attention, flat.flat_attenti
 
 @needs_native
 @pytest.mark.parametrize(
-    "name",
-    [n for n, c in CASES.items() if c.op.default in rules and c.op not in ATTENTION],
+    "name", [n for n, c in CASES.items() if c.op.default in rules and c.op not in ATTENTION]
 )
 def test_compiled_operators_equal_the_reference(name, tmp_path):
     case = CASES[name]

@@ -8,12 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 import accel
@@ -37,12 +32,11 @@ TOKENS = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(1
 
 @pytest.fixture(scope="module")
 def llama():
-    config = LlamaConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+    return models.random(
+        "llama", vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
         tie_word_embeddings=False,
-    )  # fmt: skip
-    return models.randomise(LlamaForCausalLM(config), "llama").eval()
+    ).eval()  # fmt: skip
 
 
 def logits(model, stored=None):
@@ -204,12 +198,11 @@ def test_uneven_groups_are_computed_in_float(llama, tmp_path):
 @pytest.mark.long
 def test_experts_stay_codes(tmp_path):
     """A checkpoint holds each expert alone, and transformers stacks them."""
-    config = Qwen3MoeConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+    model = models.random(
+        "qwen3_moe", vocab_size=101, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         num_experts=4, num_experts_per_tok=2, max_position_embeddings=64, decoder_sparse_step=1,
-    )  # fmt: skip
-    model = models.randomise(Qwen3MoeForCausalLM(config), "qwen3_moe").eval()
+    ).eval()  # fmt: skip
     told, writer, _ = FORMATS["awq"]
     router = "model.layers.0.mlp.gate"
     floats = quantise(model, tmp_path, told, writer, ("lm_head", router))
@@ -237,12 +230,11 @@ def test_experts_stay_codes(tmp_path):
 def test_experts_of_gpt_oss(tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    config = GptOssConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
+    model = models.random(
+        "gpt_oss", vocab_size=101, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4,
         num_experts_per_tok=2, max_position_embeddings=64, layer_types=["full_attention"],
-    )  # fmt: skip
-    model = models.randomise(GptOssForCausalLM(config), "gpt_oss").eval()
+    ).eval()  # fmt: skip
     model.save_pretrained(tmp_path)
     file, at = tmp_path / "model.safetensors", "model.layers.0.mlp.experts"
     tensors = load_file(file)

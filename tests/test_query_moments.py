@@ -12,7 +12,8 @@ from accel.passes.kv.inputs.unrotated_keys import UnrotatedKeys
 from accel.passes.kv.score.capkv import CapKV
 from accel.passes.kv.score.expected_attention import ExpectedAttention
 
-from .kv_case import close, evicting, ragged_is_alone, recipe, state
+from .kv_case import evicting, ragged_is_alone, recipe, state
+from .session_ways import close
 
 B, H, T, D, M = 2, 3, 11, 8, 64
 

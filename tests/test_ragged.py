@@ -12,16 +12,9 @@ from accel.ir.tables import Tables
 from accel.passes.trained import Trained
 from accel.runtime.model.load import from_artifact
 
-from .kv_case import (
-    close,
-    conversation,
-    decoded,
-    evicting,
-    kept,
-    recipe,
-    state,
-)
+from .kv_case import conversation, evicting, kept, recipe, state
 from .kv_slots import AXES, G, build, choose, constants, real, sets, slots
+from .session_ways import close, singles
 from .test_budget_tables import files
 
 UNEQUAL = [n for n in AXES["budget"].names() if not AXES["budget"].method(n).level]
@@ -50,15 +43,15 @@ def ways(session, tokens):
     found = conversation(session, tokens, LENGTHS)
     there = session.lengths
     other = session.fork()
-    found += list(decoded(other, tokens[:, :3]))
+    found += list(singles(other, tokens[:, :3]))
     if session.capabilities.back is None:
         session.rewind(np.maximum(session.held_from, there - 2))
     session.select([2, 0, 0])
-    found += list(decoded(session, tokens[:, 3:6]))
+    found += list(singles(session, tokens[:, 3:6]))
     session.rewind([0, *session.lengths[1:]])  # one row starts anew
     found += list(session.run(tokens[:, :9], [9, 1, 4]))
     session.end_prompt()
-    return [*found, *decoded(session, tokens[:, 9:11])]
+    return [*found, *singles(session, tokens[:, 9:11])]
 
 
 def same(a, b, tolerance=0.0):
@@ -85,8 +78,8 @@ def test_sessions_are_as_with_padded_heads(stateful, monkeypatch, tmp_path, name
     assert len(counts) == 2 and any((a != a[:, :1]).any() for a in counts.values())
     assert one.stats["kv_bytes"] < two.stats["kv_bytes"]
     one._core.backend.put({n: a[:, ::-1].copy() for n, a in counts.items()})
-    wrong = decoded(one, tokens[:, 40:41])
-    assert not same(wrong, decoded(two, tokens[:, 40:41]), 1e-2), "the control"
+    wrong = singles(one, tokens[:, 40:41])
+    assert not same(wrong, singles(two, tokens[:, 40:41]), 1e-2), "the control"
 
 
 @pytest.mark.few(2)
@@ -178,10 +171,12 @@ def test_a_budget_that_is_not_level_is_caught():
 @pytest.mark.parametrize(
     "codec", ["", *(pytest.param(n, marks=pytest.mark.long) for n in ("kv-int8", "kv-adaquant"))]
 )
-def test_every_variant_reads_heads_of_unequal_numbers(codec, monkeypatch):
+def test_every_variant_reads_heads_of_unequal_numbers(codec):
     """Decoded turn by turn as on the eager target; with codes, too."""
-    monkeypatch.setattr(models, "LAYERS", 2)
-    model, tables = models.llama(), recipe("h2o" if not codec else "snapkv", budget="ada-kv")
+    model, tables = (
+        models.make("llama", 2),
+        recipe("h2o" if not codec else "snapkv", budget="ada-kv"),
+    )
     if codec:
         tables["kv.codec"] = {"use": codec}
     options = {"max_context": 128, "max_batch": 3, "verify": False}

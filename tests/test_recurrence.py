@@ -21,6 +21,7 @@ from accel.runtime.session.session import Session
 from accel.runtime.session.state import recurrent_history as past
 
 from .op_cases import CASES, randn
+from .session_ways import close
 
 STATEFUL = (
     "conv-4",
@@ -144,36 +145,32 @@ def test_the_delta_rule_is_transformers():
 
 def mamba() -> nn.Module:
     """No attention at all."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(
-        vocab_size=VOCAB, hidden_size=24, state_size=6, num_hidden_layers=2, time_step_rank=5
+    return models.random(
+        "mamba",
+        vocab_size=VOCAB,
+        hidden_size=24,
+        state_size=6,
+        num_hidden_layers=2,
+        time_step_rank=5,
     )
-    return models.randomise(MambaForCausalLM(config), "mamba")
 
 
 def lfm2() -> nn.Module:
     """Short convolutions and attention in turn."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    config = Lfm2Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=3,
+    return models.random(
+        "lfm2", vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, block_multiple_of=8,
         layer_types=["conv", "full_attention", "conv"],
     )  # fmt: skip
-    return models.randomise(Lfm2ForCausalLM(config), "lfm2")
 
 
 def falcon_h1() -> nn.Module:
     """Mamba-2 and attention side by side in every layer."""
-    from transformers import FalconH1Config, FalconH1ForCausalLM
-
-    config = FalconH1Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+    return models.random(
+        "falcon_h1", vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, mamba_d_ssm=64, mamba_n_heads=8,
         mamba_d_head=8, mamba_n_groups=2, mamba_d_state=6, mamba_chunk_size=8,
     )  # fmt: skip
-    return models.randomise(FalconH1ForCausalLM(config), "falcon_h1")
 
 
 MODELS = {f.__name__: f for f in (mamba, lfm2, falcon_h1)}
@@ -199,10 +196,6 @@ def built():
     yield get
     for _, _, compiled in made.values():
         compiled.close()
-
-
-def close(got: np.ndarray, want: np.ndarray) -> None:
-    np.testing.assert_allclose(got, want, atol=2e-4, rtol=1e-4)
 
 
 def converse(live: Session, ids: np.ndarray, want: np.ndarray) -> None:

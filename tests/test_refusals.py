@@ -92,10 +92,7 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         ),
         (
             {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
-            [
-                "architectures of config.json is LlamaForSequenceClassification",
-                "LlamaForCausalLM",
-            ],
+            ["architectures of config.json is LlamaForSequenceClassification", "LlamaForCausalLM"],
         ),
         ({**LLAMA, "architectures": 1}, ["is 1, not a list of class names", "correct it, as in"]),
         (
@@ -103,11 +100,7 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
             ["is BertForQuestionAnswering", "no logits over a vocabulary", "BertLMHeadModel"],
         ),
         (
-            {
-                **LLAMA,
-                "_name_or_path": "org/base",
-                "quantization_config": {"quant_method": "hqq"},
-            },
+            {**LLAMA, "_name_or_path": "org/base", "quantization_config": {"quant_method": "hqq"}},
             ["stored in hqq", "it reads awq, bitsandbytes", "(org/base)", "with a recipe"],
         ),
     ],

@@ -15,8 +15,9 @@ from accel.passes.kv.score.laq import LAQ
 from accel.runtime.kv.budget.simlayerkv import SimLayerKV
 from accel.runtime.session.state.eviction import EvictionState
 
-from .kv_case import close, decoded, evicting, kept, recipe, state
+from .kv_case import evicting, kept, recipe, state
 from .kv_slots import AXES, SCALE, B, G, build, choose, sets, slots
+from .session_ways import close, singles
 
 
 def tables(score, kept=12, **options):
@@ -100,7 +101,7 @@ def test_generated_tokens_are_not_repeated(case):
     one = case("kvzip")
     tokens, session = one.tokens(1, 40), one.session(1)
     session.prompt(tokens[:, :30])
-    decoded(session, tokens[:, 30:35])
+    singles(session, tokens[:, 30:35])
     assert session.observer(EvictionState)._prompt.tokens.size == 0
 
 
@@ -196,7 +197,7 @@ def test_a_failed_guess_leaves_the_session_usable(case, monkeypatch):
     other = one.session(1)
     other.run(tokens)
     other.end_prompt()
-    close(decoded(session, tokens[:, :4]), decoded(other, tokens[:, :4]))
+    close(singles(session, tokens[:, :4]), singles(other, tokens[:, :4]))
 
 
 # kvzip
@@ -218,7 +219,7 @@ def test_kvzip_scores_are_the_most_attention_of_the_repeat(case, monkeypatch):
     plain._core.backend.put(
         {n: np.zeros_like(v) for n, v in state(plain).items() if n.startswith("mass")}
     )
-    decoded(plain, tokens)
+    singles(plain, tokens)
     seen = {n: v for n, v in state(plain).items() if n.startswith("mass")}
     for name, value in mass.items():
         if value.size:

@@ -2,6 +2,7 @@
 
 import copy
 
+import models
 import pytest
 import torch
 from torch import nn
@@ -21,21 +22,18 @@ ORIGINAL, LONGEST = 24, 96
 
 def llama(longest=LONGEST, **scaling):
     """One layer; `scaling` is the configuration's rope_parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    return models.random(
+        "llama", "rotary",
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=12, max_position_embeddings=longest,
         rope_parameters={"rope_theta": 100.0, **scaling},
     )  # fmt: skip
-    return randomise(LlamaForCausalLM(config), "rotary")
 
 
 def phi3(long_factor=3.0):
     """One layer, of which half the channels turn; short sequences turn otherwise than long ones."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    config = Phi3Config(
+    return models.random(
+        "phi3", "longrope",
         vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LONGEST, original_max_position_embeddings=ORIGINAL,
         pad_token_id=None, partial_rotary_factor=0.5, rope_parameters={
@@ -43,7 +41,6 @@ def phi3(long_factor=3.0):
             "original_max_position_embeddings": ORIGINAL,
             "short_factor": [1.0, 1.5, 2.0], "long_factor": [long_factor, 1.5, 2.0]},
     )  # fmt: skip
-    return randomise(Phi3ForCausalLM(config), "longrope")
 
 
 SCALED = {
@@ -137,16 +134,14 @@ def test_factors_that_agree_set_no_limit():
 @pytest.mark.parametrize(("longer", "ends"), [(3.0, ORIGINAL), (1.0, LONGEST)])
 def test_a_scale_that_changes_with_the_length_is_held_too(longer, ends):
     """Phi-3.5-MoE takes frequencies and a scale by the length of each call."""
-    from transformers import PhimoeConfig, PhimoeForCausalLM
-
-    config = PhimoeConfig(
+    model = models.random(
+        "phimoe",
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LONGEST, num_local_experts=4, rope_parameters={
             "rope_theta": 100.0, "rope_type": "longrope", "original_max_position_embeddings": ORIGINAL,
             "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [longer, 1.5, 2.0, 2.5],
             "short_mscale": 1.2, "long_mscale": 1.2, "factor": 4.0},
     )  # fmt: skip
-    model = randomise(PhimoeForCausalLM(config), "phimoe")
     rotary = model.model.rotary_emb
     before = dict(vars(rotary))
     program = rewritten(model)
@@ -165,15 +160,13 @@ def test_dynamic_scaling_ends_where_it_sets_in():
 
 
 def test_a_sparse_choice_of_keys_is_exact_while_it_takes_all():
-    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
-
-    config = GlmMoeDsaConfig(
+    model = models.random(
+        "glm_moe_dsa", "sparse",
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=4, q_lora_rank=14, kv_lora_rank=10, qk_rope_head_dim=6, qk_nope_head_dim=8,
         v_head_dim=7, max_position_embeddings=LONGEST, first_k_dense_replace=1, index_topk=20,
         index_head_dim=10, index_n_heads=2, mlp_layer_types=["dense"], pad_token_id=None,
     )  # fmt: skip
-    model = randomise(GlmMoeDsaForCausalLM(config), "sparse")
     program = rewritten(model)
     assert program.facts.max_context == 20 and "sparse attention" in program.facts.notes[-1]
     assert [s.shape for s in program.state[1:]] == [("B", 1, "C", 16)]

@@ -17,6 +17,7 @@ from accel.runtime.session.rows import Kin
 
 from .kv_case import evicting
 from .prefill_case import built, far
+from .session_ways import singles
 from .test_saved_sessions import MORE
 from .test_session_capabilities import AT_PROMPT, CASES, evicts
 
@@ -48,11 +49,6 @@ def opened(stateful):
     return get
 
 
-def decoded(session, tokens):
-    """Logits [B,n,V] of tokens [B,n], one at a time."""
-    return np.concatenate([session.run(tokens[:, [i]]) for i in range(tokens.shape[1])], 1)
-
-
 def law(open_session, back=0):
     """After each turn every row gives what it would alone. `back`: of a turn's tokens, how many are taken back before
     the next.
@@ -68,9 +64,9 @@ def law(open_session, back=0):
             session.select(rows)
             alone = [alone[row].fork() for row in rows]
             tokens = rng.integers(3, 50, (len(rows), NEW))
-            got = decoded(session, tokens)
+            got = singles(session, tokens)
             for row, one in enumerate(alone):
-                assert far(got[row], decoded(one, tokens[[row]])[0]) < 2e-3, (rows, row)
+                assert far(got[row], singles(one, tokens[[row]])[0]) < 2e-3, (rows, row)
             assert session.batch == len(rows)
             assert session.lengths.tolist() == [one.length for one in alone]
             for each in (session, *alone) if back else ():

@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from accel import CaptureError, optimize
 from accel.compiler.load.shards import INDEX, SINGLE
@@ -22,12 +22,11 @@ from accel.ir.weights import Pages, Stored, Weights, reading
 
 def mixtral():
     """Its checkpoint holds each expert alone; transformers fuses them as it loads them."""
-    config = MixtralConfig(
-        vocab_size=61, hidden_size=24, intermediate_size=28, num_hidden_layers=2,
+    return models.random(
+        "mixtral", vocab_size=61, hidden_size=24, intermediate_size=28, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
         max_position_embeddings=64,
     )  # fmt: skip
-    return models.randomise(MixtralForCausalLM(config), "mixtral")
 
 
 MAKERS = {n: models.ARCHITECTURES[n] for n in ("llama", "gpt2", "gemma2")} | {"mixtral": mixtral}
@@ -42,9 +41,8 @@ def saved(tmp_path_factory):
         key = (name, dtype, sharded)
         if key not in made:
             made[key] = tmp_path_factory.mktemp("model")
-            layers, models.LAYERS = models.LAYERS, 2
-            model = MAKERS[name]().to(dtype)
-            models.LAYERS = layers
+            with models.layers(2):
+                model = MAKERS[name]().to(dtype)
             model.save_pretrained(made[key], max_shard_size="30KB" if sharded else "1GB")
             assert (made[key] / INDEX).is_file() == sharded
         return made[key]
@@ -275,8 +273,7 @@ def placed(folder):
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_missing_is_named(tmp_path, monkeypatch, name):
     sharded, damage, words = BROKEN[name]
-    monkeypatch.setattr(models, "LAYERS", 2)
-    models.llama().save_pretrained(tmp_path, max_shard_size="30KB" if sharded else "1GB")
+    models.make("llama", 2).save_pretrained(tmp_path, max_shard_size="30KB" if sharded else "1GB")
     open_source(tmp_path).load()  # whole
     damage(tmp_path)
     with pytest.raises(CaptureError, match=words):

@@ -14,10 +14,7 @@ import pytest
 from . import serve_case
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
 _START = "import os, sys; _, a, b, *run = sys.argv; os.dup2(int(a), 3); os.dup2(int(b), 4); os.execv(run[0], run)"
 
 

@@ -18,6 +18,7 @@ from accel.runtime.speculation import guard
 
 from .draft_case import against, plain, rows_of, speculated
 from .kv_case import table
+from .once import kept
 from .prefill_case import built
 
 NAMES = ("iad", "prompt-lookup", "token-recycling")
@@ -42,19 +43,13 @@ def texts(vocabulary, count=3, seed=0, longest=28):
 @pytest.fixture(scope="module")
 def exactly():
     """exactly(*recipes) -> a tiny Llama under them and `batch-invariant`."""
-    made = {}
 
     def get(*recipes):
-        if recipes not in made:
-            model = models.ARCHITECTURES["llama"]()
-            made[recipes] = accel.optimize(
-                model, [*recipes, "batch-invariant"], max_context=96, max_batch=3
-            )
-        return made[recipes]
+        model = models.ARCHITECTURES["llama"]()
+        return accel.optimize(model, [*recipes, "batch-invariant"], max_context=96, max_batch=3)
 
-    yield get
-    for each in made.values():
-        each.close()
+    with kept(get) as found:
+        yield found
 
 
 @pytest.mark.long

@@ -11,15 +11,13 @@ from accel.ir.capture.capture import capture
 from accel.passes.kv.score.knorm import KNorm
 
 from . import traces
-from .kv_case import decoded, evicting, recipe
+from .kv_case import evicting, recipe
+from .session_ways import singles
 
 
-def evicts(monkeypatch, layers, own=False):
+def evicts(layers, own=False):
     """A program of so many layers that evicts."""
-    with monkeypatch.context() as patch:
-        patch.setitem(vars(models), "LAYERS", layers)
-        module = models.llama()
-    program = over_state(capture(module, max_context=48))
+    program = over_state(capture(models.make("llama", layers), max_context=48))
     return evicting(replace(program, traces={}) if own else program, recipe("knorm"))
 
 
@@ -28,14 +26,14 @@ def logits(case):
     session = case.session()
     session.run(tokens[:, :36])
     session.end_prompt()
-    return decoded(session, tokens[:, 36:])
+    return singles(session, tokens[:, 36:])
 
 
 @pytest.mark.long
-def test_a_program_is_the_same_over_traces_of_another(monkeypatch):
-    evicts(monkeypatch, 3)
+def test_a_program_is_the_same_over_traces_of_another():
+    evicts(3)
     before = len(traces._made)
-    got, want = evicts(monkeypatch, 2), evicts(monkeypatch, 2, own=True)
+    got, want = evicts(2), evicts(2, own=True)
     assert before == len(traces._made) > 0, "it was traced once more"
     assert got.program.text() == want.program.text() and (logits(got) == logits(want)).all()
     (mode,) = {
@@ -48,13 +46,13 @@ def test_a_program_is_the_same_over_traces_of_another(monkeypatch):
 
 
 def test_what_a_test_replaces_is_traced_for_itself(monkeypatch):
-    plain = evicts(monkeypatch, 2).program.text()
+    plain = evicts(2).program.text()
     before = len(traces._made)
     with monkeypatch.context() as patch:
         patch.setattr(KNorm, "__call__", lambda self, keys: keys.float().sum(-1))
-        other = evicts(monkeypatch, 2).program.text()
+        other = evicts(2).program.text()
     assert "vector_norm" in plain and "vector_norm" not in other
-    assert len(traces._made) == before and evicts(monkeypatch, 2).program.text() == plain
+    assert len(traces._made) == before and evicts(2).program.text() == plain
 
 
 @pytest.mark.parametrize("change", ["", "environment", "attribute", "item"])

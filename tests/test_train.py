@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import models
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers import models as tokenizer_models
 from typer.testing import CliRunner
 
 import accel
@@ -109,19 +107,7 @@ def test_options_that_are_not_given_are_those_of_the_bundled_part():
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A model directory: a Llama of two layers with a byte-level tokenizer."""
-    folder = tmp_path_factory.mktemp("train") / "tiny"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "LAYERS", 2)
-        models.llama().save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:100]
-    tokenizer = Tokenizer(tokenizer_models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        ["ab"], trainers.BpeTrainer(vocab_size=101, initial_alphabet=alphabet)
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return models.write(tmp_path_factory.mktemp("train") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -154,11 +154,10 @@ def _entry(
 ) -> Entry:
     """The graph that chooses."""
     graph = fx.Graph()
-    source = Editor(program, program.step.graph)
-    entry, inputs = EntryInputs(program, graph, source), step.inputs
+    entry, inputs = EntryInputs(program, graph), step.inputs
     operands: dict[int, dict[str, fx.Node]] = {}
-    seen = entry.placeholder("seen", entry.blank((entry.batch,), torch.int64))
-    pos = entry.placeholder(POSITIONS, program.step.input(POSITIONS).meta["val"])
+    seen = entry.new("seen", entry.batch)
+    pos = entry.shared(POSITIONS)
     for site in sites:
         here = operands[site.layer] = {"seen": seen, "recent_pos": pos}
         for part in (Part.KEYS, Part.VALUES):
@@ -167,16 +166,14 @@ def _entry(
                 here[f"recent_{part}"] = entry.placeholder(str(node.target), node.meta["val"])
         for name, node in site.kept_values.items():
             here[f"kept_{name}"] = entry.placeholder(str(node.target), node.meta["val"])
-        keep = entry.blank((entry.batch,), torch.int64)
-        here["keep"] = entry.placeholder(keep_of(site.layer), keep)
-        count = source.symbol(f"N{site.layer}", _RANKS + site.layer)
-        ranks = entry.blank((count,), torch.int64)
-        here["ranks"] = entry.placeholder(ranks_of(site.layer), ranks)
+        here["keep"] = entry.new(keep_of(site.layer), entry.batch)
+        count = entry.source.symbol(f"N{site.layer}", _RANKS + site.layer)
+        here["ranks"] = entry.new(ranks_of(site.layer), count)
         if "counts" in site.kept_values:
             for name, letter, size in (("held", "R", _HELD), ("room", "M", _ROOM)):
-                count = source.symbol(f"{letter}{site.layer}", size + site.layer)
+                count = entry.source.symbol(f"{letter}{site.layer}", size + site.layer)
                 given = held_of(site.layer) if name == "held" else room_of(site.layer)
-                here[name] = entry.placeholder(given, entry.blank((count,), torch.int64))
+                here[name] = entry.new(given, count)
         for one in inputs:
             here |= one.placeholders(entry, site, step.methods)
     outputs: dict[str, fx.Node] = {}

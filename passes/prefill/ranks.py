@@ -22,6 +22,7 @@ from accel.ir.region import Entry, Region
 from accel.ir.state import Part
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
+from accel.passes.entry_inputs import EntryInputs
 from accel.passes.fuse.residual import Residual
 from accel.passes.prefill._entry import added, copied, finished, layer_calls, result
 from accel.passes.state.layers import Layers
@@ -123,24 +124,20 @@ def _form(node: fx.Node) -> Any:
 def _attend(program: Program, node: fx.Node) -> Entry:
     """Partial attention of this form, as an entry."""
     x = operands_of(node)
-    source, graph = Editor(program, program.step.graph), fx.Graph()
-    batch = program.step.input("tokens").meta["val"].shape[0]
-    queries, keys = source.symbol("T", _QUERIES), source.symbol("S", _KEYS)
-
-    def holder(name: str, shape: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> fx.Node:
-        made = graph.placeholder(name)
-        with source.fake:
-            made.meta["val"] = torch.empty(shape, dtype=dtype)
-        return made
+    graph = fx.Graph()
+    inputs = EntryInputs(program, graph)
+    queries, keys = (inputs.source.symbol(n, size) for n, size in (("T", _QUERIES), ("S", _KEYS)))
 
     def heads(name: str, like: fx.Node, tokens: Any) -> fx.Node:
         _, count, _, width = like.meta["val"].shape
-        return holder(name, (batch, count, tokens, width))
+        return inputs.new(name, inputs.batch, count, tokens, width, dtype=torch.float32)
 
     q, k = heads("q", x.q, queries), heads("k", x.k, keys)
     v = k if x.v is x.k else heads("v", x.v, keys)
-    q_pos = holder("q_pos", (batch, queries), torch.int64)
-    k_pos = holder("k_pos", (batch, keys), torch.int64)
+    q_pos, k_pos = (
+        inputs.new("q_pos", inputs.batch, queries),
+        inputs.new("k_pos", inputs.batch, keys),
+    )
     editor = Editor(program, graph)
     bias = None if x.bias is None else editor.param(str(x.bias.target))
     form = bias, x.scale, x.softcap, x.mask, x.window

@@ -20,6 +20,7 @@ from accel.ir.state import POSITIONS, Part
 from accel.ir.trace import trace
 from accel.ir.window import SLOTS, STAGE
 from accel.passes import Pass, Report
+from accel.passes.entry_inputs import EntryInputs
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.slots import filled, positions_name
@@ -87,20 +88,11 @@ def _check(state: State, written: dict[str, fx.Node]) -> None:
 def _commit(program: Program, batch: Any) -> Entry:
     """The entry over all state that the step appends to."""
     graph = fx.Graph()
-    source = Editor(program, program.step.graph)
-    count = source.symbol("N", _PATH)
-
-    def holder(name: str, like: Any, dtype: torch.dtype) -> fx.Node:
-        node = graph.placeholder(name)
-        with source.fake:
-            node.meta["val"] = torch.empty(tuple(like), dtype=dtype)
-        return node
-
-    slots = holder("slots", (batch,), torch.int64)
-    path, positions = (holder(name, (batch, count), torch.int64) for name in ("path", "positions"))
+    inputs = EntryInputs(program, graph)
+    count, slots = inputs.source.symbol("N", _PATH), inputs.new("slots", batch)
+    path, positions = (inputs.new(name, batch, count) for name in ("path", "positions"))
     states = [s for s in program.state if s.output in program.step.outputs]
-    held = {s.name: program.step.input(s.name).meta["val"] for s in states}
-    buffers = {name: holder(name, value.shape, value.dtype) for name, value in held.items()}
+    buffers = {s.name: inputs.shared(s.name) for s in states}
     editor, outputs = Editor(program, graph), {}
     first = {"C": slots}
     if (own := buffers.get(positions_name(STAGE))) is not None:

@@ -8,11 +8,10 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe
 from accel.passes import Pass
-from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.kv.reuse._pieces import Pieces
-from accel.runtime.model.compiled import CompiledModel
 
 from ..prefill_case import built, far
+from ..session_ways import oracle
 
 TEXT, OTHER = np.random.default_rng(1).integers(3, 50, (2, 30))
 AXES = find_axes()
@@ -62,9 +61,7 @@ def law_of_prompts(name, stored):
     """A prompt that nothing is known of, the same again, and a longer one have the logits of recomputing."""
     tables = {"kv.reuse": {"use": name, **AXES["kv.reuse"].small(name)}}
     made, base = built("llama", tables=tables), built("llama")
-    model = CompiledModel(
-        EagerBackend(made.program), made.facts, recipe=made.recipe, program=made.program
-    )  # that has seen no prompt
+    model = oracle(made)  # that has seen no prompt
     with model.session() as session:
         session.prompt(stored[None])
     for prompt in (TEXT, TEXT, np.concatenate([TEXT, OTHER])):

@@ -21,7 +21,8 @@ from accel.passes.kv.select import FEW, LEAST
 from accel.passes.kv.select._pages import Pages
 from accel.passes.trained import Trained
 
-from ..select_case import AXIS, Selecting, built, close, constants, scores, singles, summary
+from ..select_case import AXIS, Selecting, built, constants, scores, summary
+from ..session_ways import close, singles
 
 NAMES = [name for name in AXIS.names() if issubclass(AXIS.method(name), Pages)]
 STANDS = {AXIS.method(name).__bases__: name for name in reversed(NAMES)}.values()
@@ -161,20 +162,6 @@ def test_an_update_that_forgets_the_last_page_is_caught(name):
 # Sessions
 
 
-@pytest.fixture(scope="module")
-def made(stateful):
-    """made(name, **options) -> a small Llama of two layers with the method; none: without."""
-    kept = {}
-
-    def get(name=None, **options):
-        key = (name, *options.items())
-        if key not in kept:
-            kept[key] = Selecting(stateful("llama"), built(name, **options) if name else None)
-        return kept[key]
-
-    return get
-
-
 def lists(case, session, at=-1):
     """What the tokens of a call would choose [B,G,T,K], of each layer, given the session's state now."""
     found = []
@@ -267,8 +254,8 @@ LAWS = [law_lists, law_singles, law_rewind, law_rows, law_unwritten]
 @pytest.mark.few(6)
 @each
 @pytest.mark.parametrize("law", LAWS)
-def test_law(made, law, name):
-    case = made(name)
+def test_law(selecting, law, name):
+    case = selecting(name)
     if law is law_singles and Invariant.DECODE_WIDTH in case.method.breaks:
         with pytest.raises(AssertionError):
             law(case, case.tokens(2, 56))
@@ -278,9 +265,9 @@ def test_law(made, law, name):
 
 @pytest.mark.few(4)
 @each
-def test_what_is_read_matters(made, name):
+def test_what_is_read_matters(selecting, name):
     """Or the laws above would say nothing."""
-    small, whole = made(name), made()
+    small, whole = selecting(name), selecting()
     tokens = whole.tokens(1, 60)
     with small.session() as a, whole.session() as b:
         first = [s.run(tokens[:, : FEW + 8]) for s in (a, b)]
@@ -290,10 +277,10 @@ def test_what_is_read_matters(made, name):
         )
 
 
-def test_the_end_of_a_long_call_reads_everything(made, monkeypatch):
+def test_the_end_of_a_long_call_reads_everything(selecting, monkeypatch):
     """However few tokens are left behind the longest graph call."""
     monkeypatch.setattr("accel.runtime.session.core.CHUNK", 80)
-    small, whole = made("quest"), made()
+    small, whole = selecting("quest"), selecting()
     with small.session() as a, whole.session() as b:
         for end in (85, 81):
             tokens = whole.tokens(1, end)
@@ -305,8 +292,8 @@ def test_the_end_of_a_long_call_reads_everything(made, monkeypatch):
 @pytest.mark.few(1)
 @of_each_class
 @pytest.mark.parametrize("read", [64, 1 << 20])
-def test_who_reads_everything_decodes_what_the_model_does(made, name, read):
-    case, whole = made(name, tokens_read=read), made()
+def test_who_reads_everything_decodes_what_the_model_does(selecting, name, read):
+    case, whole = selecting(name, tokens_read=read), selecting()
     tokens = whole.tokens(1, 60)
     with case.session() as a, whole.session() as b:
         close(a.run(tokens[:, :20]), b.run(tokens[:, :20]))
@@ -319,8 +306,8 @@ def test_who_reads_everything_decodes_what_the_model_does(made, name, read):
 
 
 @each
-def test_the_choice_does_not_ask_for_values(made, name):
-    case = made(name)
+def test_the_choice_does_not_ask_for_values(selecting, name):
+    case = selecting(name)
     graph = case.program.step.graph
     for layer, node in enumerate(graph.find_nodes(op="call_function", target=attention.default)):
         pages = operands_of(node).pages
@@ -359,9 +346,9 @@ def test_tokens_that_choose_together_are_caught(stateful, name):
 
 
 @each
-def test_pages_that_are_not_kept_up_to_date_are_caught(made, name):
+def test_pages_that_are_not_kept_up_to_date_are_caught(selecting, name):
     """After the first call."""
-    case = made(name)
+    case = selecting(name)
     if not case.method.parts(D):
         return  # it keeps nothing
 

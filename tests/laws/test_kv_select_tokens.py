@@ -22,7 +22,8 @@ from accel.passes.kv.select._tokens import Memory, Tokens, searches
 from accel.passes.kv.select._units import Units
 from accel.runtime.session.state.units import UnitGroups
 
-from ..select_case import AXIS, Selecting, built, close, constants, singles
+from ..select_case import AXIS, Selecting, built, constants
+from ..session_ways import close, singles
 from .test_kv_select import law_rows, law_singles, lists
 
 
@@ -50,19 +51,6 @@ def distinct(rows, count):
     """Each token once in a row: keys of the first layer are equal where the tokens are."""
     r = np.random.default_rng(0)
     return np.stack([3 + r.permutation(98)[:count] for _ in range(rows)])
-
-
-@pytest.fixture(scope="module")
-def made(stateful):
-    kept = {}
-
-    def get(name=None, **options):
-        key = (name, *options.items())
-        if key not in kept:
-            kept[key] = Selecting(stateful("llama"), built(name, **options) if name else None)
-        return kept[key]
-
-    return get
 
 
 def groups(method, seed=0, counts=(N, 9), units=(6, 3)):
@@ -268,18 +256,18 @@ LAWS = [law_lists, law_labels, law_rewind_prompts, law_forks]
 @pytest.mark.few(3)
 @every
 @pytest.mark.parametrize("law", [law_listed_once, law_singles, law_rows, law_back])
-def test_law_of_lists(made, law, name):
+def test_law_of_lists(selecting, law, name):
     if law is law_singles and name in HISTORY:
         return  # its calls of several tokens read everything: see below
-    case = made(name)
+    case = selecting(name)
     law(case, distinct(2, 64))
 
 
 @pytest.mark.few(1)
 @remembers
-def test_rewinds_into_unknown_choices_are_refused(made, name):
+def test_rewinds_into_unknown_choices_are_refused(selecting, name):
     """The end of a prompt, and what lies in it, has none."""
-    case = made(name)
+    case = selecting(name)
     tokens = distinct(1, 90)
     with case.session() as session:
         session.prompt(tokens[:, :40])
@@ -293,9 +281,9 @@ def test_rewinds_into_unknown_choices_are_refused(made, name):
 
 
 @histories
-def test_rewinds_of_more_than_the_history_spares_are_refused(made, name):
+def test_rewinds_of_more_than_the_history_spares_are_refused(selecting, name):
     """And what calls of several tokens give is no more than whole attention."""
-    case, whole = made(name), made()
+    case, whole = selecting(name), selecting()
     tokens = distinct(1, 90)
     with case.session() as session, whole.session() as every_key:
         for one in (session, every_key):
@@ -312,10 +300,10 @@ def test_rewinds_of_more_than_the_history_spares_are_refused(made, name):
 
 
 @histories
-def test_methods_of_a_history_say_that_calls_of_several_tokens_differ(made, name):
+def test_methods_of_a_history_say_that_calls_of_several_tokens_differ(selecting, name):
     assert Invariant.DECODE_WIDTH in AXIS.method(name).breaks
     with pytest.raises(AssertionError):
-        case = made(name)
+        case = selecting(name)
         law_singles(case, distinct(2, 64))
 
 
@@ -348,16 +336,16 @@ def test_searches_are_those_of_token_after_token(tokens, least):
 @pytest.mark.few(5)
 @each
 @pytest.mark.parametrize("law", LAWS)
-def test_law(made, law, name):
-    case = made(name)
+def test_law(selecting, law, name):
+    case = selecting(name)
     law(case, case.tokens(2, 72 if law is law_rewind_prompts else 64))
 
 
 @pytest.mark.few(4)
 @every
-def test_what_is_read_matters(made, name):
+def test_what_is_read_matters(selecting, name):
     """Or the laws above would say nothing."""
-    small, whole = made(name), made()
+    small, whole = selecting(name), selecting()
     tokens = whole.tokens(1, 70)
     with small.session() as a, whole.session() as b:
         first = [s.prompt(tokens[:, : FEW + 8]) for s in (a, b)]
@@ -369,8 +357,8 @@ def test_what_is_read_matters(made, name):
 
 @pytest.mark.few(1)
 @of_each_class
-def test_who_reads_everything_decodes_what_the_model_does(made, name):
-    case, whole = made(name, tokens_read=64), made()
+def test_who_reads_everything_decodes_what_the_model_does(selecting, name):
+    case, whole = selecting(name, tokens_read=64), selecting()
     tokens = whole.tokens(1, 62)
     with case.session() as a, whole.session() as b:
         close(a.prompt(tokens[:, :20]), b.prompt(tokens[:, :20]))
@@ -384,8 +372,8 @@ def broken(monkeypatch, **changed):
 
 @pytest.mark.few(2)
 @each
-def test_a_rewind_that_keeps_what_was_grouped_is_caught(made, name, monkeypatch):
-    case = made(name)
+def test_a_rewind_that_keeps_what_was_grouped_is_caught(selecting, name, monkeypatch):
+    case = selecting(name)
     broken(monkeypatch, rewind=lambda self, backend, wanted, lengths: False)
     with pytest.raises(AssertionError):
         law_rewind_prompts(case, case.tokens(2, 72))
@@ -407,8 +395,8 @@ def test_segments_that_are_read_at_once_are_caught(stateful, name):
 
 
 @each
-def test_rows_grouped_as_one_are_caught(made, name, monkeypatch):
-    case = made(name)
+def test_rows_grouped_as_one_are_caught(selecting, name, monkeypatch):
+    case = selecting(name)
     group = UnitGroups._group
 
     def together(self, backend, stop, origin):
@@ -420,7 +408,7 @@ def test_rows_grouped_as_one_are_caught(made, name, monkeypatch):
 
 
 @each
-def test_the_entry_groups_what_it_is_told(made, name):
-    entry = made(name).program.entries[GROUP.name]
+def test_the_entry_groups_what_it_is_told(selecting, name):
+    entry = selecting(name).program.entries[GROUP.name]
     assert {"start", "stop", "first", "units", "origin", "ranks", "numbers"} <= set(entry.inputs)
     assert not any(n.endswith(".v") for n in entry.inputs)

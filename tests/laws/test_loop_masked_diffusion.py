@@ -1,6 +1,7 @@
 """What loops that fill masks hold to: the published decoding, whatever is cached, and the same alone and in a batch."""
 
 import dataclasses
+from functools import cache
 
 import numpy as np
 import pytest
@@ -16,16 +17,7 @@ from accel.runtime.loop.dllm_threshold import DllmThreshold
 from accel.runtime.loop.freedave import Freedave
 from accel.runtime.sample.standard import Standard
 
-from ..diffusion_case import (
-    LONGEST,
-    MASK,
-    VOCABULARY,
-    Filler,
-    official,
-    prompts,
-    surest,
-    with_loop,
-)
+from ..diffusion_case import LONGEST, MASK, VOCABULARY, Filler, official, prompts, surest, with_loop
 from ..references import reference
 
 AXIS = Axis("loop", "accel.runtime.loop")
@@ -37,17 +29,12 @@ NEW, BLOCK = 21, 8  # the last block is shorter
 @pytest.fixture(scope="module")
 def model():
     """model(shift) -> (module, its eager build), for loops of any kind."""
-    made = {}
 
+    @cache
     def get(shift):
-        if shift not in made:
-            module = Filler(shift).eval()
-            recipe = {"loop": {"use": "dllm-lowconf"}}
-            made[shift] = (
-                module,
-                accel.optimize(module, recipe, target="eager", max_context=LONGEST),
-            )
-        return made[shift]
+        module = Filler(shift).eval()
+        recipe = {"loop": {"use": "dllm-lowconf"}}
+        return (module, accel.optimize(module, recipe, target="eager", max_context=LONGEST))
 
     return get
 

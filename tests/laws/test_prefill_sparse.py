@@ -8,10 +8,9 @@ import pytest
 import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
 from ..prefill_case import TOKENS, built, critical, far, module
+from ..session_ways import oracle, variants
 from ..spread import spread
 
 AXIS = find_axes()["prefill.sparse"]
@@ -129,9 +128,8 @@ def test_rows_are_as_if_alone(name):
 def test_onnx_is_the_eager_oracle(name, arch):
     want, compiled = prompted(sparse(name, arch)), sparse(name, arch, "onnx")
     assert compiled.report["errors"]["sparse"] < 1e-4
-    for kernels in compiled.artifact.entries["step"].graphs:
-        with accel.load(compiled.artifact.path, kernels=kernels) as model:
-            assert far(prompted(model), want) < 1e-4
+    for _, model in variants(compiled, None):
+        assert far(prompted(model), want) < 1e-4
 
 
 @pytest.mark.few(1)
@@ -161,11 +159,9 @@ def test_minference_s_search_is_built_and_read():
     with found as made:
         (note,) = [n for n in made.report["notes"] if n.startswith("minference")]
         assert note.startswith("minference: of 6 KV heads ")
-        oracle = CompiledModel(EagerBackend(made.program), made.facts)
-        want = prompted(oracle)
-        for kernels in made.artifact.entries["step"].graphs:
-            with accel.load(made.artifact.path, kernels=kernels, threads=1) as model:
-                assert far(prompted(model), want) < 2e-3
+        want = prompted(oracle(made))
+        for _, model in variants(made):
+            assert far(prompted(model), want) < 2e-3
 
 
 @pytest.mark.long
@@ -204,10 +200,7 @@ def test_what_a_prompt_keeps_is_chosen_when_it_is_whole():
         ),
         ({"use": "minference", "observe": 0}, "observe is 0; give 1 to 4096"),
         ({"use": "minference", "observe": 1024}, "observe is 1024; give at most segment = 512"),
-        (
-            {"use": "minference", "sinks": 1025},
-            "sinks is 1025; give at most columns = 1024",
-        ),
+        ({"use": "minference", "sinks": 1025}, "sinks is 1025; give at most columns = 1024"),
         ({"use": "minference", "near": -1}, "near is -1; give at least 0"),
         ({"use": "pbs-attn", "share": 0.0}, "share is 0.0; give more than 0 and at most 1"),
         ({"use": "pbs-attn", "share": 1.5}, "share is 1.5"),

@@ -11,7 +11,6 @@ import torch
 
 import accel
 from accel.compiler.pipeline import pipeline
-from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, Miscompiled
@@ -24,6 +23,7 @@ from accel.passes.state.trees import Trees
 from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.model.compiled import CompiledModel
 
+from ..session_ways import close
 from ..tree_case import PARENTS, ancestors
 from .triton_case import needs_gpu, on_device
 
@@ -32,11 +32,7 @@ KINDS = ["llama", "gemma2", "plain_latent", "falcon_h1"]
 
 
 def module(kind: str, count: int = 2) -> torch.nn.Module:
-    layers, models.LAYERS = models.LAYERS, count
-    try:
-        return models.ARCHITECTURES[kind]() if kind in models.ARCHITECTURES else small_model(kind)
-    finally:
-        models.LAYERS = layers
+    return models.make(kind, count)
 
 
 def beside(eager: CompiledModel) -> CompiledModel:
@@ -53,10 +49,6 @@ def both(request):
     )
     with eager, beside(eager) as model:
         yield request.param, model, eager
-
-
-def close(got, want):
-    np.testing.assert_allclose(got, want, atol=2e-4, rtol=1e-4)
 
 
 def driven(model: CompiledModel) -> list[np.ndarray]:

@@ -26,8 +26,9 @@ from torch import Tensor
 from accel.ir.ops.attention import Form
 from accel.passes.kv.inputs import call
 
-from ..kv_case import decoded, evicting, kept
+from ..kv_case import evicting, kept
 from ..kv_slots import choose, sets
+from ..session_ways import singles
 
 if os.environ.get("KVPRESS") == "required":  # `make parity`
     import kvpress
@@ -44,11 +45,7 @@ LAYERS = 2
 @cache
 def llama() -> Any:
     """A random Llama of two layers, 4 heads, 2 KV heads."""
-    layers, models.LAYERS = models.LAYERS, LAYERS
-    try:
-        return models.llama()
-    finally:
-        models.LAYERS = layers
+    return models.make("llama", LAYERS)
 
 
 @dataclass(frozen=True)
@@ -264,7 +261,7 @@ def agree_whole(
             want = places(every.keys, every.values, some.keys, some.values, module)
             found = sets({"pos": torch.from_numpy(where)})
             assert found == want, f"layer {layer}: {found} != {want}"
-        got = decoded(session, ids[:, length:].numpy()) if more else None
+        got = singles(session, ids[:, length:].numpy()) if more else None
     for i in range(more):
         with torch.no_grad():
             where = torch.full((batch, 1), length + i)

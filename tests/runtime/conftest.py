@@ -5,6 +5,7 @@ contract.
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from accel import load
 from accel.ir.state import Part, StateValue
 from accel.runtime.artifact.artifact import bind, digest, open_artifact, write_manifest
 from accel.runtime.backends.eager import EagerBackend
@@ -156,13 +158,8 @@ def byte_level_tokenizer(vocab: int = VOCAB) -> tokenizers.Tokenizer:
 def manifest(**model) -> dict:
     facts = {"name": "Toy", "vocab_size": VOCAB, "num_layers": 1, "max_context": CONTEXT}
     facts |= {"max_batch": BATCH, "eos": [0], "bos": None, "parameters": 12_000}
-    layer = {
-        "attention": "causal",
-        "window": 0,
-        "num_heads": HEADS,
-        "num_kv_heads": HEADS,
-        "head_dim": SIZE,
-    }
+    layer = {"attention": "causal", "window": 0, "num_heads": HEADS, "num_kv_heads": HEADS}
+    layer["head_dim"] = SIZE
     facts |= {"layers": [layer]} | model
     return {
         "format": 3,
@@ -184,8 +181,8 @@ def manifest(**model) -> dict:
     }
 
 
-def write_artifact(folder: Path, *, tokenizer: bool = True, **model) -> Path:
-    """A whole artifact of the toy."""
+def write_artifact(folder: Path, tables: Any = None, *, tokenizer: bool = True, **model) -> Path:
+    """A whole artifact of the toy, of a recipe of these tables."""
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save_model(
         graph(),
@@ -197,7 +194,9 @@ def write_artifact(folder: Path, *, tokenizer: bool = True, **model) -> Path:
     )
     if tokenizer:
         byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    seal(folder, manifest(**model))
+    told = manifest(**model)
+    told["recipe"]["tables"] = tables or told["recipe"]["tables"]
+    seal(folder, told)
     return folder
 
 
@@ -262,3 +261,10 @@ def damaged(toy, tmp_path):
         return copy
 
     return make
+
+
+@pytest.fixture(scope="module")
+def model(toy):
+    """The toy, loaded for a file of tests."""
+    with load(toy.path, threads=1) as loaded:
+        yield loaded

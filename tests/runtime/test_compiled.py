@@ -19,12 +19,6 @@ from accel.runtime.session.core import SessionCore
 
 
 @pytest.fixture(scope="module")
-def model(toy):
-    with load(toy.path, threads=1) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
 def eager(toy):
     facts = Facts("Toy", toy.vocab, toy.context, max_batch=2, eos=(0,))
     return CompiledModel(toy.engines["eager"], facts)

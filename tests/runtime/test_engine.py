@@ -18,6 +18,7 @@ from accel.runtime.serve.job import Job
 from accel.runtime.session.session import Session
 
 from ..kv_case import recipe
+from ..once import kept
 from ..prefill_case import built
 
 BATCH = 4
@@ -40,20 +41,13 @@ LOOPS = {
 @pytest.fixture(scope="module")
 def opened(toy, tmp_path_factory):
     """opened(recipe) -> the toy, for more rows."""
-    made = {}
 
     def get(name="plain"):
-        if name not in made:
-            folder = toy.write(tmp_path_factory.mktemp("engine") / name, max_batch=BATCH)
-            told = toy.manifest(max_batch=BATCH, max_context=200)
-            told["recipe"]["tables"] = LOOPS[name]
-            toy.seal(folder, told)
-            made[name] = accel.load(folder)
-        return made[name]
+        folder = tmp_path_factory.mktemp("engine") / name
+        return accel.load(toy.write(folder, LOOPS[name], max_batch=BATCH, max_context=200))
 
-    yield get
-    for one in made.values():
-        one.close()
+    with kept(get) as found:
+        yield found
 
 
 def requests(count=9, **more):

@@ -30,12 +30,6 @@ PROMPTS = [[5, 17, 200, 3, 88], [9], [7, 8] * 12]
 WARM = Standard(temperature=0.9, top_k=40)
 
 
-@pytest.fixture(scope="module")
-def model(toy):
-    with load(toy.path, threads=1) as loaded:
-        yield loaded
-
-
 def told(toy, prompt, tokens, count):
     """Log-probabilities by the cache-free oracle: of each token and of the likeliest ones, with their ranks."""
     for n, token in enumerate(tokens):

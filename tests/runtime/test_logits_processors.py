@@ -274,12 +274,6 @@ def test_searches_follow_a_grammar_in_every_branch(toy, rows, tokenizer, loop):
     assert any(row.finish == "stop" for row in made)
 
 
-@pytest.fixture(scope="module")
-def model(toy):
-    with load(toy.path, threads=1) as loaded:
-        yield loaded
-
-
 def test_the_order_is_bias_then_functions_then_the_sampler(toy, model):
     calls = []
 

@@ -9,7 +9,6 @@ import pytest
 from accel.compiler.explain import explain
 from accel.compiler.explain.subject import subject
 from accel.runtime.model import notebook
-from accel.runtime.model.load import load
 
 EVIL = "<script>alert('&')</script>"
 
@@ -39,12 +38,6 @@ def shown(thing):
     tags = Tags(thing._repr_html_())
     assert tags.names <= {"div", "b", "table", "thead", "tbody", "tr", "th", "td"}
     return tags.text
-
-
-@pytest.fixture(scope="module")
-def model(toy):
-    with load(toy.path, threads=1) as loaded:
-        yield loaded
 
 
 def test_an_output(model):

@@ -7,13 +7,6 @@ import pytest
 
 from accel.ir.errors import InputError
 from accel.runtime.decode.sampling_params import SamplingParams
-from accel.runtime.model.load import load
-
-
-@pytest.fixture(scope="module")
-def model(toy):
-    with load(toy.path, threads=1) as loaded:
-        yield loaded
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ import pytest
 from accel.ir.errors import InputError
 from accel.runtime.backends.onnx import session as ort_session
 
+from ..session_ways import close
+
 TARGETS = ["ort", "eager"]
-
-
-def close(a, b):
-    np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4)
 
 
 class Broken:

@@ -204,11 +204,7 @@ def test_a_model_that_was_damaged_is_fetched_again(model, no_pip, capsys):
 
 def test_a_file_that_the_user_gives(model, tmp_path):
     own, yours = tmp_path / "own.gguf", real.find("yours")
-    for given, wanted in (
-        (None, "--path FILE"),
-        (own, "no file there"),
-        (PARTS[0], "give that"),
-    ):
+    for given, wanted in ((None, "--path FILE"), (own, "no file there"), (PARTS[0], "give that")):
         if isinstance(given, bytes):
             own.write_bytes(given)
             given, wanted = own, f"{digest(PARTS[0])}.*{wanted}"

@@ -27,11 +27,7 @@ def artifact(tmp_path_factory):
 
     @functools.cache
     def module(kind):
-        layers, models.LAYERS = models.LAYERS, 2
-        try:
-            return Filler(shift=False) if kind == "diffusion" else models.ARCHITECTURES[kind]()
-        finally:
-            models.LAYERS = layers
+        return Filler(shift=False) if kind == "diffusion" else models.make(kind, 2)
 
     @functools.cache
     def get(name):

@@ -131,6 +131,8 @@ def test_a_subclass_keeps_a_range_or_declares_its_own():
         (Range(least=1, most=63, odd=True), "an odd number, 1 to 63"),
         (Range(one_of=(2, 4, 8)), "2, 4 or 8"),
         (Range(one_of=(1,)), "1"),
+        (Range(least=1, most=8, multiple_of="page"), "1 to 8 and a multiple of page"),
+        (Range(one_of=(2, 4), multiple_of="page"), "2 or 4 and a multiple of page"),
         (Range(), ""),
     ],
     ids=str,
@@ -146,6 +148,13 @@ def test_a_range_in_words(allowed, words):
         ("kv.score", "snapkv", {"pooling": "mea"}, "snapkv: pooling 'mea' .*did you mean 'mean'"),
         ("kv.budget", "uniform", {"tokens_kept": -1}, "kv.budget.uniform: tokens_kept is -1"),
         ("draft", "sam", {"most": 10**5000}, "draft.sam: most is a number of .*; give 1 to 512"),
+        (
+            "kv.codec",
+            "kivi",
+            {"residual": 33},
+            "kivi: residual is 33; give a multiple of group = 32",
+        ),
+        ("kv.codec", "leank", {"group": 48}, "leank: window is 128; give a multiple of group = 48"),
         ("draft", "iad", {"ngram": 2**40}, f"ngram is {2**40}; give at most {2**31 - 1}"),
         (
             "loop",

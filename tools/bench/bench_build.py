@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import scale
+import turns
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("pages", "train"))
 from leaderboard import suited
@@ -65,9 +66,9 @@ def built(program: Program, recipe: str) -> dict[str, float]:
     return clock.parts
 
 
-def row(recipe: str, fixed: float, pairs: list[tuple[dict[str, float], dict[str, float]]]) -> str:
+def row(recipe: str, fixed: float, pairs: list[tuple[dict[str, float], dict[str, float]]]) -> None:
     """Ratio of whole builds, and the parts that grew most."""
-    ratios = sorted((fixed + sum(b.values())) / (fixed + sum(a.values())) for a, b in pairs)
+    ratios = [(fixed + sum(b.values())) / (fixed + sum(a.values())) for a, b in pairs]
     base, own = (
         {
             k: statistics.mean(p[i].get(k, 0.0) for p in pairs)
@@ -78,7 +79,7 @@ def row(recipe: str, fixed: float, pairs: list[tuple[dict[str, float], dict[str,
     more = sorted(((own[k] - base[k], k) for k in own), reverse=True)[:3]
     told = ", ".join(f"{k} {s:+.1f}" for s, k in more if s > 0.2)
     total = fixed + statistics.mean(sum(b.values()) for _, b in pairs)
-    return f"| {recipe} | {total:.1f} | {statistics.median(ratios):.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f}) | {told} |"
+    turns.row(recipe, f"{total:.1f}", turns.told(ratios), told)
 
 
 @contextmanager
@@ -95,8 +96,17 @@ def neighbours(count: int) -> Iterator[None]:
 
 def real(models: list[Path], recipes: list[str]) -> None:
     """A row for each build of a model by the command line."""
-    print("| model | recipe | check | busy neighbours | elapsed s | CPU s | peak | parts, s |")
-    print("|---|---|---|---|---|---|---|---|")
+    names = (
+        "model",
+        "recipe",
+        "check",
+        "busy neighbours",
+        "elapsed s",
+        "CPU s",
+        "peak",
+        "parts, s",
+    )
+    turns.head(*names)
     for model, recipe, check, busy in itertools.product(
         models, recipes, ("--verify", "--no-verify"), (0, 1)
     ):
@@ -105,11 +115,8 @@ def real(models: list[Path], recipes: list[str]) -> None:
             peak, _, cpu, report = scale.build(model, Path(folder) / "out", recipe, check)
             elapsed = time.perf_counter() - start
         parts = ", ".join(f"{n} {s:.1f}" for n, s in report["seconds"].items() if n != "total")
-        print(
-            f"| {model.name} | {recipe} | {check.removeprefix('--')} | {busy} | {elapsed:.1f} | {cpu:.1f} "
-            f"| {peak / 1e6:.0f} MB | {parts} |",
-            flush=True,
-        )
+        spent = (f"{elapsed:.1f}", f"{cpu:.1f}", f"{peak / 1e6:.0f} MB")
+        turns.row(model.name, recipe, check.removeprefix("--"), busy, *spent, parts)
 
 
 def main() -> None:
@@ -128,10 +135,10 @@ def main() -> None:
     fixed = time.process_time() - start
     built(program, "base")  # warms up
     print(f"reading and capturing: {fixed:.1f} s\n")
-    print("| recipe | CPU seconds | of base | parts that take longer, s |\n|---|---|---|---|")
+    turns.head("recipe", "CPU seconds", "of base", "parts that take longer, s")
     for recipe in given.recipes or [n for n in suited() if n not in (*SLOW, "base")]:
         pairs = [(built(program, "base"), built(program, recipe)) for _ in range(given.rounds)]
-        print(row(recipe, fixed, pairs), flush=True)
+        row(recipe, fixed, pairs)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import time
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
 import typer
+from turns import REFERENCE, head, row
 
 import accel
 from accel.ir.axis import find_axes
@@ -47,11 +47,9 @@ def run(
     recipe = {"draft": {"use": "magicdec", "tokens": kept}, "verify": {"use": "sample-match"}}
     found = []
     with accel.optimize(
-        str(files("accel.reference")), [recipe, weights], max_batch=max(batches), verify=False
+        str(REFERENCE), [recipe, weights], max_batch=max(batches), verify=False
     ) as model:
-        print(
-            "| context | batch | times plain | pairs | accepted | by formula |\n|---|---|---|---|---|---|"
-        )
+        head("context", "batch", "times plain", "pairs", "accepted", "by formula")
         for size in contexts:
             for rows in batches:
                 one = _pairs(model, _texts(model, size, rows), drafted, tokens, repeat)
@@ -59,11 +57,8 @@ def run(
                 one["formula"] = _formula(model, one, drafted)
                 found.append(one)
                 low, high = min(one["ratios"]), max(one["ratios"])
-                print(
-                    f"| {size} | {rows} | {one['ratio']:.2f} | {low:.2f}–{high:.2f} | {one['accepted']:.0%} "
-                    f"| {one['formula']:.2f} |",
-                    flush=True,
-                )
+                pairs, accepted = f"{low:.2f}–{high:.2f}", f"{one['accepted']:.0%}"
+                row(size, rows, f"{one['ratio']:.2f}", pairs, accepted, f"{one['formula']:.2f}")
     if out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -73,9 +68,9 @@ def _texts(model: CompiledModel, size: int, rows: int) -> np.ndarray[Any, Any]:
     assert model.tokenizer is not None
     texts = [text for i in range(rows + 8) for kind in KINDS for text in prompts(kind, 1, seed=i)]
     found = []
-    for row in range(rows):
+    for first in range(rows):
         ids: list[int] = []
-        for text in texts[row:]:
+        for text in texts[first:]:
             ids += model.tokenizer.encode(text)
             if len(ids) >= size:
                 break

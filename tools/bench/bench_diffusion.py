@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
 from reference_data import REFERENCE, tasks
+from turns import head, row
 
 import accel
 from accel.ir.axis import host_method
@@ -66,32 +67,18 @@ def measure(model: Any, given: Any) -> list[dict[str, Any]]:
                 out = model.generate(prompt, max_new_tokens=given.new)
                 seconds = time.perf_counter() - start
                 right = out.text[0].removesuffix("<|eos|>") == answer
-                figures = {
-                    "calls": out.stats["calls"],
-                    "tokens": len(out.tokens[0]),
-                    "seconds": seconds,
-                }
-                found.append(
-                    {
-                        "task": task,
-                        "prompt": number,
-                        "loop": name,
-                        "right": right,
-                        **figures,
-                        "ids": out.tokens[0],
-                    }
-                )
+                one = {"task": task, "prompt": number, "loop": name, "right": right}
+                one |= {"calls": out.stats["calls"], "tokens": len(out.tokens[0])}
+                found.append(one | {"seconds": seconds, "ids": out.tokens[0]})
     return found
 
 
-def table(lines: list[dict[str, Any]]) -> str:
+def table(lines: list[dict[str, Any]]) -> None:
     """Markdown: a row for each task and loop."""
     plain = {(x["task"], x["prompt"]): x for x in lines if x["loop"] == PLAIN}
-    rows = [
-        "| task | loop | exact answers | as one token per call | tokens per call | calls, of one token per call | "
-        "tokens/s | of one token per call |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    plainly = ("as one token per call", "tokens per call", "calls, of one token per call")
+    figures = ("exact answers", *plainly, "tokens/s", "of one token per call")
+    head("task", "loop", *(f">{name}" for name in figures))
     for task in dict.fromkeys(x["task"] for x in lines):
         for name in LOOPS:
             some = [x for x in lines if x["task"] == task and x["loop"] == name]
@@ -103,11 +90,9 @@ def table(lines: list[dict[str, Any]]) -> str:
             right = statistics.mean(x["right"] for x in some)
             same = statistics.mean(x["ids"] == b["ids"] for x, b in pairs)
             fewer = sum(b["calls"] for b in base) / calls
-            rows.append(
-                f"| `{task}` | {name} | {right:.0%} | {same:.0%} | {tokens / calls:.2f} | 1/{fewer:.1f} | "
-                f"{speed:.0f} | {statistics.median(ratios):.2f} |"
-            )
-    return "\n".join(rows)
+            of = (f"{tokens / calls:.2f}", f"1/{fewer:.1f}", f"{speed:.0f}")
+            gain = f"{statistics.median(ratios):.2f}"
+            row(f"`{task}`", name, f"{right:.0%}", f"{same:.0%}", *of, gain)
 
 
 def main() -> None:
@@ -129,7 +114,7 @@ def main() -> None:
         lines = measure(model, given)
     if given.json:
         given.json.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
-    print(table(lines))
+    table(lines)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from importlib.resources import files
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from turns import REFERENCE, head, in_turns, ratios, row, seconds
 
 import accel
 from accel.reference.kinds import prompts
@@ -51,25 +52,17 @@ METHODS: dict[str, Any] = {
 }
 
 
-def in_turns(run: Callable[[], None], pairs: int) -> tuple[float, float, float]:
-    """Seconds padded and flat, and the ratio: medians."""
-    found = []
-    for turn in range(pairs + 1):
-        spent = []
-        for share in (0.0, 0.9999):
-            flat.SHARE = share
-            start = time.process_time()
-            run()
-            spent.append(time.process_time() - start)
-        if turn:  # the first one opens graphs
-            found.append((spent[0], spent[1], spent[0] / spent[1]))
-    padded, without, ratio = (median(column) for column in zip(*found, strict=True))
-    return padded, without, ratio
+def compare(what: str, run: Callable[[], None], pairs: int) -> None:
+    """A line of milliseconds padded and flat, and the ratio: medians."""
 
+    def with_share(share: float) -> float:
+        flat.SHARE = share
+        return seconds(run, time.process_time)
 
-def show(what: str, figures: tuple[float, float, float]) -> None:
-    padded, without, ratio = figures
-    print(f"| {what} | {1e3 * padded:.1f} | {1e3 * without:.1f} | {ratio:.2f} |", flush=True)
+    ways = {"padded": partial(with_share, 0.0), "flat": partial(with_share, 0.9999)}
+    padded, without = in_turns(ways, pairs, warm=1).values()  # the first one opens graphs
+    spent = (f"{1e3 * median(each):.1f}" for each in (padded, without))
+    row(what, *spent, f"{median(ratios(padded, without)):.2f}")
 
 
 def measure(model: Any, pairs: int) -> None:
@@ -84,7 +77,7 @@ def measure(model: Any, pairs: int) -> None:
                 session.rewind(HELD)
 
             few = pairs if max(counts) < 100 else max(1, pairs // 3)
-            show(f"{', '.join(map(str, counts))}", in_turns(call, few))
+            compare(", ".join(map(str, counts)), call, few)
     texts = [model.tokenizer.encode(text) for kind in KINDS for text in prompts(kind, 2)]
     for name, loop in (("plain decoding", Autoregressive()), ("prompt lookup", Speculative())):
 
@@ -103,7 +96,7 @@ def measure(model: Any, pairs: int) -> None:
                 for _ in loop.tokens(session, rows, DecodeContext(METHODS)):
                     pass
 
-        show(name, in_turns(generate, max(1, pairs // 3)))
+        compare(name, generate, max(1, pairs // 3))
 
 
 def main() -> None:
@@ -117,9 +110,10 @@ def main() -> None:
         artifact = given.artifact or str(Path(folder) / "flat")
         if given.artifact is None:
             tables = {"batch": {"use": "flat"}}
-            accel.optimize(str(files("accel.reference")), tables, max_batch=8, out=artifact).close()
+            accel.optimize(str(REFERENCE), tables, max_batch=8, out=artifact).close()
         for kernels in ("native", "grouped"):
-            print(f"\n| {kernels} | padded, ms | flat, ms | ratio |\n|---|---|---|---|")
+            print()
+            head(kernels, "padded, ms", "flat, ms", "ratio")
             with accel.load(artifact, kernels=kernels, threads=1) as model:
                 measure(model, given.pairs)
 

@@ -12,7 +12,6 @@ a token is not plain decoding's.
 from __future__ import annotations
 
 import argparse
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,11 +19,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import track
+from turns import REFERENCE, head, row
 
 import accel
 from accel.reference.kinds import KINDS, prompts
 
-MODEL = Path(str(files("accel.reference")))
 STDERR = Console(stderr=True)  # where progress goes: the table is for a page
 WAYS: dict[str, Any] = {
     "plain": "base",
@@ -84,11 +83,11 @@ def together(rounds: list[Figures]) -> dict[str, tuple[float, float]]:
     return found
 
 
-def line(kind: str, figures: dict[str, tuple[float, float]], gain: float) -> str:
+def line(kind: str, figures: dict[str, tuple[float, float]], gain: float) -> None:
     cells = [
         f"{ratio:.2f} ({calls:.1f})" for way, (ratio, calls) in figures.items() if way != "plain"
     ]
-    return f"| {kind} | {' | '.join(cells)} | {gain:.2f} |"
+    row(kind, *cells, f"{gain:.2f}")
 
 
 def gain_of(rounds: list[Figures]) -> float:
@@ -112,17 +111,16 @@ def main() -> None:
         parser.error("--requests: give at least 2; the first has none before it")
     with TemporaryDirectory() as folder:
         for way, recipe in track(WAYS.items(), "build", transient=True, console=STDERR):
-            accel.optimize(str(MODEL), recipe, out=Path(folder) / way, verify=False).close()
+            accel.optimize(REFERENCE, recipe, out=Path(folder) / way, verify=False).close()
         ways = [f"`{way}`" for way in WAYS if way != "plain"]
-        print(f"| kind | {' | '.join(ways)} | shared / prompt-lookup |")
-        print("|---" * (len(WAYS) + 1) + "|")
+        head("kind", *ways, "shared / prompt-lookup")
         for kind in given.kind or KINDS:
             texts = requests(kind, given.requests)
             rounds = [
                 one_round(Path(folder), texts, given.tokens, turn)
                 for turn in track(range(given.rounds), kind, transient=True, console=STDERR)
             ]
-            print(line(kind, together(rounds), gain_of(rounds)), flush=True)
+            line(kind, together(rounds), gain_of(rounds))
 
 
 if __name__ == "__main__":

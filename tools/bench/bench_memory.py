@@ -14,18 +14,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from turns import VOCABULARY, llama, row
 
 import accel
 from accel.compiler.explain.explain import explain
 from accel.compiler.explain.subject import subject
 from accel.ir.recipe import Recipe
 
-VOCABULARY, FEW = 8000, 300
+FEW = 300
 
 
 def memory() -> dict[str, int]:
@@ -62,14 +60,8 @@ def main() -> None:
     if options.child:
         print(json.dumps(session(options.child, options.context, options.threads)))
         return
-    torch.manual_seed(0)
     longest = options.context + 1
-    module: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2,
-            num_attention_heads=16, num_key_value_heads=16, max_position_embeddings=longest,
-        )
-    ).eval()  # fmt: skip
+    module = llama(longest)
     captured = subject(module, longest, lambda *_: None)
     for name in options.only.split(","):
         recipe = Recipe.load(["int4"] if name == "float32" else ["int4", name])
@@ -83,10 +75,9 @@ def main() -> None:
             command = [sys.executable, __file__, "--child", str(out), *more]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = {n: x / 1e6 for n, x in json.loads(done.stdout.splitlines()[-1]).items()}
-        print(
-            f"| {name} | formula {formula / 1e6:.1f} MB | held {found['kv']:.1f} | most held {found['most']:.1f} | "
-            f"peak of the process {found['peak']:.1f}, {found['peak'] / (formula / 1e6):.2f} of the formula |",
-            flush=True,
+        row(
+            name, f"formula {formula / 1e6:.1f} MB", f"held {found['kv']:.1f}", f"most held {found['most']:.1f}",
+            f"peak of the process {found['peak']:.1f}, {found['peak'] / (formula / 1e6):.2f} of the formula",
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import torch
 import typer
+from turns import head, row
 
 from accel.compiler.load.source import open_source
 from accel.compiler.train.kind import kind_of, trained_methods
@@ -40,9 +41,7 @@ def main(
         f"{model.name}: {facts.parameters:,} parameters; load and capture take "
         f"{time.process_time() - start:.0f} s of processor time\n"
     )
-    print(
-        "| method | tokens read | processor time, s | ms per token | file, kB |\n|---|---|---|---|---|"
-    )
+    head("method", "tokens read", "processor time, s", "ms per token", "file, kB")
     known = trained_methods()
     with TemporaryDirectory() as folder:
         for key in methods or [key for key, one in parts().items() if one.measured]:
@@ -54,15 +53,13 @@ def main(
             try:
                 file = kind.make(find_axes()[axis].build(key), source, options).file
             except AccelError as error:
-                print(f"| `{key}` | refused: {error} | | | |", flush=True)
+                row(f"`{key}`", f"refused: {error}", "", "", "")
                 continue
             assert file is not None
             spent, size = time.process_time() - start, file.stat().st_size
             tokens = options.samples * options.rows * min(options.length, facts.max_context)
-            print(
-                f"| `{key}` | {tokens:,} | {spent:.0f} | {1000 * spent / tokens:.1f} | {size / 1000:.0f} |",
-                flush=True,
-            )
+            each = f"{1000 * spent / tokens:.1f}"
+            row(f"`{key}`", f"{tokens:,}", f"{spent:.0f}", each, f"{size / 1000:.0f}")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,11 @@ the machine does only adds to it, and the rates of the prediction are least time
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 import warnings
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
 import numpy as np
-from reference_data import REFERENCE
+from turns import REFERENCE, head, row, seconds
 
 import accel
 from accel.compiler.explain import explain
@@ -34,10 +31,7 @@ def measured(model: CompiledModel, prompt: int, steps: int) -> float:
         session.prompt(rng.integers(3, model.facts.vocab_size, (1, prompt)))
         best = float("inf")
         for token in rng.integers(3, model.facts.vocab_size, (steps, 1, 1)):
-            start = time.perf_counter()
-            logits = session.run(token)
-            logits.argmax()
-            best = min(best, time.perf_counter() - start)
+            best = min(best, seconds(lambda token=token: session.run(token).argmax()))
     return 1 / best
 
 
@@ -51,8 +45,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     captured = subject(given.model, given.context, lambda facts: None)
-    print("| recipe | prompt | predicted, tokens/s | measured | predicted / measured |")
-    print("|---|---|---|---|---|")
+    head("recipe", "prompt", "predicted, tokens/s", "measured", "predicted / measured")
     for recipe in given.recipes:
         told = explain(
             recipe, None, max_context=given.context, captured=captured, threads=given.threads
@@ -64,10 +57,7 @@ def main() -> None:
                     prompt = min(prompt, given.context - given.steps)
                     found = measured(model, prompt, given.steps)
                     speed = getattr(said, "tokens_per_second", float("nan"))
-                    print(
-                        f"| {recipe} | {prompt} | {speed:.0f} | {found:.0f} | {speed / found:.2f} |",
-                        flush=True,
-                    )
+                    row(recipe, prompt, f"{speed:.0f}", f"{found:.0f}", f"{speed / found:.2f}")
 
 
 if __name__ == "__main__":

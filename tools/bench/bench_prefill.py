@@ -8,16 +8,14 @@ The aim of `prefill.sparse` is of prompts of 32768 tokens: twice as fast as base
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+from functools import partial
+from statistics import median
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from turns import VOCABULARY, in_turns, llama, ratios, seconds, told
 
 import accel
 
-VOCABULARY = 8000
 RECIPES = [
     "gemfilter", "promptdistill", "critiprefill", "tri-shape", "minference", "flexprefill", "pbs-attn"
 ]  # fmt: skip
@@ -30,35 +28,27 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--only", nargs="+", default=RECIPES, metavar="RECIPE")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    module = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=2816,
-            num_hidden_layers=options.layers, num_attention_heads=16, num_key_value_heads=4,
-            max_position_embeddings=options.prompt + 1024,
-        )
-    ).eval()  # fmt: skip
+    longest = options.prompt + 1024
+    module = llama(longest, num_hidden_layers=options.layers, num_key_value_heads=4)
     built = {
-        name: accel.optimize(module, name, max_context=options.prompt + 1024, verify=False)
+        name: accel.optimize(module, name, max_context=longest, verify=False)
         for name in ["base", *options.only]
     }
     tokens = np.random.default_rng(0).integers(3, VOCABULARY, (1, options.prompt))
-    taken: dict[str, list[float]] = {name: [] for name in built}
     held = {}
-    for number in range(options.rounds + 1):  # the first opens the graphs
-        for name, model in built.items():
-            with model.session() as session:
-                start = time.perf_counter()
-                session.prompt(tokens)
-                spent = time.perf_counter() - start
-                held[name] = session.stats["kv_bytes"] / 1e6
-            if number:
-                taken[name].append(spent)
-    for name, seconds in taken.items():
-        ratios = [b / s for b, s in zip(taken["base"], seconds, strict=True)]
+
+    def first(name: str) -> float:
+        """Seconds to the first token."""
+        with built[name].session() as session:
+            spent = seconds(lambda: session.prompt(tokens))
+            held[name] = session.stats["kv_bytes"] / 1e6
+        return spent
+
+    taken = in_turns({name: partial(first, name) for name in built}, options.rounds, warm=1)
+    for name, spent in taken.items():
         print(
-            f"{name:14} {statistics.median(seconds):6.2f} s to the first token, "
-            f"{statistics.median(ratios):5.2f} ({min(ratios):.2f} .. {max(ratios):.2f}) times base, "
+            f"{name:14} {median(spent):6.2f} s to the first token, "
+            f"{told(ratios(taken['base'], spent))} times base, "
             f"{held[name]:6.1f} MB of cache, {built[name].tuning.kernels}"
         )
 

@@ -10,14 +10,15 @@ A codec may be followed by the variant of the step that reads it, `native` if no
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
+from functools import partial
+from statistics import median
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from turns import in_turns, llama, ratios, seconds, told
 
 import accel
 from accel.ir.axis import find_axes
@@ -102,14 +103,10 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=HEADS)
     parser.add_argument("--only", default=",".join(names))
     options = parser.parse_args()
-    torch.manual_seed(0)
-    module = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=500, hidden_size=HEADS * SIZE, intermediate_size=64, num_hidden_layers=1,
-            num_attention_heads=HEADS, num_key_value_heads=options.kv_heads,
-            max_position_embeddings=options.context + 1024,
-        )
-    ).eval()  # fmt: skip
+    module = llama(
+        options.context + 1024, vocab_size=500, intermediate_size=64, num_hidden_layers=1,
+        num_key_value_heads=options.kv_heads,
+    )  # fmt: skip
     calls: dict[str, Any] = {}
     for asked in ("float32", *options.only.split(",")):
         name, _, variant = asked.partition(":")
@@ -121,21 +118,16 @@ def main() -> None:
         graph = model.artifact.entries["step"].graphs[variant or "native"]
         session = open_session(model.artifact.path / graph, 1, False)
         calls[asked] = (model, session, bound(session, options.context, options.tokens))
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(options.rounds):
-        for name, (_, session, binding) in calls.items():
-            each = []
-            for _ in range(CALLS):
-                start = time.process_time()
-                session.run_with_iobinding(binding)
-                each.append(time.process_time() - start)
-            taken[name].append(min(each))
+
+    def least(session: Any, binding: Any) -> float:
+        run = partial(session.run_with_iobinding, binding)
+        return min(seconds(run, time.process_time) for _ in range(CALLS))
+
+    ways = {name: partial(least, *call[1:]) for name, call in calls.items()}
+    taken = in_turns(ways, options.rounds)
     for name, times in taken.items():
-        ratios = sorted(a / b for a, b in zip(times, taken["float32"], strict=True))
-        print(
-            f"{name:16} {statistics.median(times) * 1e3:8.2f} ms, {statistics.median(ratios):6.2f} of float32's "
-            f"({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True,
-        )  # fmt: skip
+        of = told(ratios(times, taken["float32"]))
+        print(f"{name:16} {median(times) * 1e3:8.2f} ms, {of} of float32's", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,28 +10,25 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from turns import ratios, seconds, told
 
 import accel
 from accel.lowering.onnx.variants import native
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * seconds(work)
 
 
-def told(name: str, found: list[float]) -> None:
-    print(f"{name:42} {statistics.median(found):8.1f} ms  ({min(found):.1f} .. {max(found):.1f})")
+def show(name: str, found: list[float]) -> None:
+    print(f"{name:42} {told(found, 1)} ms")
 
 
 def prefixes(dense: Any, paged: Any, prefix: int, rounds: int, rng: np.random.Generator) -> None:
@@ -54,7 +51,7 @@ def prefixes(dense: Any, paged: Any, prefix: int, rounds: int, rng: np.random.Ge
                 session.run(token)
                 after[b] += [milliseconds(lambda s=session, t=token: s.run(t)) for _ in range(16)]
     for name, found in {**first, **after}.items():
-        told(name, found)
+        show(name, found)
 
 
 def memory(dense: Any, paged: Any, prefix: int, rng: np.random.Generator, count: int = 8) -> None:
@@ -96,7 +93,7 @@ def edits(pie: Any, length: int, rounds: int, rng: np.random.Generator) -> None:
         for each, spent in zip(found.values(), times, strict=True):
             each.append(spent)
     for name, each in found.items():
-        told(name, each)
+        show(name, each)
 
 
 def documents(dense: Any, blend: Any, length: int, rounds: int, rng: np.random.Generator) -> None:
@@ -110,7 +107,6 @@ def documents(dense: Any, blend: Any, length: int, rounds: int, rng: np.random.G
         "first token behind documents, recomputed": [],
         "first token behind documents, reused": [],
     }
-    ratios = []
     for number in range(rounds + 1):  # the first opens the graphs
         new = rng.integers(3, vocab, 24)
         prompt = np.concatenate([new[:8], *rng.permutation(texts), new[8:]])[None]
@@ -121,12 +117,9 @@ def documents(dense: Any, blend: Any, length: int, rounds: int, rng: np.random.G
         if number:
             for each, spent in zip(found.values(), times, strict=True):
                 each.append(spent)
-            ratios.append(times[0] / times[1])
     for name, each in found.items():
-        told(name, each)
-    print(
-        f"times as fast: {statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-    )
+        show(name, each)
+    print(f"times as fast: {told(ratios(*found.values()))}")
 
 
 def blocks(
@@ -176,12 +169,9 @@ def blocks(
             for name, spent in times.items() if number > 1 else ():
                 found[name].append(spent)
         for name, each in found.items():
-            told(f"prefix {prefix}, {batch} rows, {name}", each)
+            show(f"prefix {prefix}, {batch} rows, {name}", each)
             sessions[name].close()
-        ratios = [a / b for a, b in zip(found["gathered"], found["in place"], strict=True)]
-        print(
-            f"times as fast: {statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-        )
+        print(f"times as fast: {told(ratios(found['gathered'], found['in place']))}")
     for model in built.values():
         model.close()
     shutil.rmtree(folder)

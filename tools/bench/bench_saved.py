@@ -7,16 +7,13 @@ python tools/bench/bench_saved.py [--tokens 1500] [--rounds 7] [--threads 2] [--
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import numpy as np
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
-from reference_data import REFERENCE
+from turns import REFERENCE, head, ratios, row, told
 
 import accel
 from accel.compiler.quality.divergence import divergence, log_odds
@@ -32,9 +29,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default="exact,cachegen", help="exact, or methods of kv.file")
     options = parser.parse_args()
-    text = (Path(REFERENCE) / "calibration.txt").read_text(encoding="utf-8")
-    names = "saved with | file, MB | compute, ms | open, ms | processor, ms | ratio (range) | KL | same token"
-    print(f"| {names} |\n|---" + "|---:" * 7 + "|", flush=True)
+    text = (REFERENCE / "calibration.txt").read_text(encoding="utf-8")
+    numbers = (
+        "file, MB",
+        "compute, ms",
+        "open, ms",
+        "processor, ms",
+        "ratio (range)",
+        "KL",
+        "same token",
+    )
+    head("saved with", *(f">{name}" for name in numbers))
     for name in options.only.split(","):
         recipe = "base" if name == "exact" else Recipe(name=name, tables={"kv.file": {"use": name}})
         with (
@@ -60,14 +65,11 @@ def main() -> None:
                     worked.append(time.process_time() - busy)
                     lost = divergence(want, log_odds(session.run(after)[0]))
             size = file.stat().st_size / 1e6
-        pairs = sorted(a / b for a, b in zip(computed[1:], opened[1:], strict=True))
-        compute, open_, work = (statistics.median(x[1:]) * 1e3 for x in (computed, opened, worked))
-        print(
-            f"| `{name}` | {size:.2f} | {compute:.0f} | {open_:.0f} | {work:.0f} | "
-            f"{statistics.median(pairs):.1f} ({pairs[0]:.1f}..{pairs[-1]:.1f}) | {lost.kl / AFTER:.4f} | "
-            f"{lost.same / AFTER:.3f} |",
-            flush=True,
-        )
+        spent = (f"{median(x[1:]) * 1e3:.0f}" for x in (computed, opened, worked))
+        row(
+            f"`{name}`", f"{size:.2f}", *spent, told(ratios(computed[1:], opened[1:]), 1),
+            f"{lost.kl / AFTER:.4f}", f"{lost.same / AFTER:.3f}",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

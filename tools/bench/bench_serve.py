@@ -86,10 +86,7 @@ class Load:
         ]  # fmt: skip
 
 
-LOADS = (
-    Load("even", (64,), (64,)),
-    Load("mixed", (64, 64, 64, 512), (96, 64, 32)),
-)
+LOADS = (Load("even", (64,), (64,)), Load("mixed", (64, 64, 64, 512), (96, 64, 32)))
 
 
 @dataclass(frozen=True)

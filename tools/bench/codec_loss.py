@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from turns import head, row
 
 import accel
 from accel.ir.errors import AccelError
@@ -59,12 +60,12 @@ def main() -> None:
     text = options.text.read_text(encoding="utf-8") if options.text else inspect.getsource(heapq)
     most = options.context + options.tokens
     want: Rows | None = None
-    print("| cache | KL, mean | 90 % | same best token | MB |\n|---|---:|---:|---:|---:|")
+    head("cache", ">KL, mean", ">90 %", ">same best token", ">MB")
     for name in ["base", *options.recipes.split(",")]:
         try:
             model = accel.optimize(options.model, name, max_context=most, verify=False)
         except AccelError as error:
-            print(f"| `{name}`: refused, {' '.join(str(error).split())} | | | | |", flush=True)
+            row(f"`{name}`: refused, {' '.join(str(error).split())}", "", "", "", "")
             continue
         with model:
             assert model.tokenizer is not None
@@ -74,7 +75,7 @@ def main() -> None:
             found, size = log_odds(model, ids, options.context)
         want = found if want is None else want
         mean, late, same = loss(want, found)
-        print(f"| `{name}` | {mean:.4f} | {late:.4f} | {same:.2f} | {size / 1e6:.1f} |", flush=True)
+        row(f"`{name}`", f"{mean:.4f}", f"{late:.4f}", f"{same:.2f}", f"{size / 1e6:.1f}")
 
 
 if __name__ == "__main__":

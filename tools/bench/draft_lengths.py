@@ -11,10 +11,10 @@ machine.
 from __future__ import annotations
 
 from collections import Counter
-from importlib.resources import files
 from typing import Annotated
 
 import numpy as np
+import turns
 import typer
 
 import accel
@@ -61,13 +61,11 @@ def run(
 ) -> None:
     """A line for each length."""
     axes = find_axes()
-    with accel.optimize(str(files("accel.reference")), recipe) as model:
+    with accel.optimize(str(turns.REFERENCE), recipe) as model:
         methods = assemble(Recipe.load(recipe)).methods
         texts = [text for kind in KINDS for text in prompts(kind, count)]
-        print(
-            "| length | tokens of a call | drafted tokens for each that stood | drafts that stood whole | speed |"
-        )
-        print("|---|---|---|---|---|")
+        drafted = ("drafted tokens for each that stood", "drafts that stood whole")
+        turns.head("length", "tokens of a call", *drafted, "speed")
         for name, table in LENGTHS.items():
             if not name.startswith(only):
                 continue
@@ -95,11 +93,8 @@ def run(
             )
             levels = sum(deep * n for (deep, _), n in drafts.items())
             waste = figures["drafted"] / max(1, figures["accepted"])
-            print(
-                f"| {name} | {given / calls:.2f} | {waste:.2f} | {100 * whole:.0f} % | "
-                f"{given / (calls + cost * levels):.2f} |",
-                flush=True,
-            )
+            speed = f"{given / (calls + cost * levels):.2f}"
+            turns.row(name, f"{given / calls:.2f}", f"{waste:.2f}", f"{100 * whole:.0f} %", speed)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,13 @@ four parts, each alone, or (kvshare) in one prompt with other words in three pla
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
-from reference_data import REFERENCE
+from turns import REFERENCE, head, row
 
 import accel
 from accel.compiler.quality.divergence import divergence, log_odds
@@ -110,9 +107,9 @@ def stored(prompt: Ids, whole: bool) -> list[Ids]:
 
 
 def show(names: list[str], rows: Any) -> None:
-    print(f"| {' | '.join(names)} |\n|---" + "|---:" * (len(names) - 1) + "|", flush=True)
-    for row in rows:
-        print(f"| {' | '.join(row)} |", flush=True)
+    head(names[0], *(f">{name}" for name in names[1:]))
+    for cells in rows:
+        row(*cells)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import turns
 import typer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,9 +44,8 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="where the temporary folder goes")] = None,
 ) -> None:
     """Build and measure; the last column is what one more layer cost since the row above."""
-    print("| layers | checkpoint | float32 | peak | of float32 | anonymous | seconds | ", end="")
-    print(" | ".join(_PARTS), "| CPU seconds | a layer |")
-    print("|---" * (9 + len(_PARTS)) + "|")
+    names = ("layers", "checkpoint", "float32", "peak", "of float32", "anonymous", "seconds")
+    turns.head(*names, *_PARTS, "CPU seconds", "a layer")
     before: tuple[int, float] | None = None
     for count in map(int, layers.split(",")):
         config = LlamaConfig(
@@ -60,12 +60,10 @@ def main(
         seconds = report["seconds"]
         layer = f"{(cpu - before[1]) / (count - before[0]):.2f}" if before else "-"
         before = (count, cpu)
-        parts = " | ".join(f"{seconds.get(p, 0):.1f}" for p in _PARTS)
-        print(
-            f"| {count} | {small / 1e6:.0f} MB | {wide / 1e6:.0f} MB | {peak / 1e6:.0f} MB "
-            f"| {peak / wide:.2f} | {anonymous / 1e6:.0f} MB | {seconds['total']:.1f} | {parts} "
-            f"| {cpu:.1f} | {layer} |",
-            flush=True,
+        small_, wide_, peak_, own = (f"{n / 1e6:.0f} MB" for n in (small, wide, peak, anonymous))
+        parts = (f"{seconds.get(part, 0):.1f}" for part in ("total", *_PARTS))
+        turns.row(
+            count, small_, wide_, peak_, f"{peak / wide:.2f}", own, *parts, f"{cpu:.1f}", layer
         )
 
 

@@ -9,15 +9,16 @@ A ratio is the median of the rounds', with the tenth from either end; above 1 B 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import Annotated, Any
 
 import numpy as np
 import typer
+from turns import head, in_turns, ratios, row
 
 import accel
 from accel.runtime.backends.onnx import tune
@@ -37,18 +38,13 @@ def main(
     attention: Annotated[bool, typer.Option(help="attention alone, by CPU time")] = False,
 ) -> None:
     """Print a row for each context and number of tokens."""
-    print("| context | tokens | A, ms | B, ms | A / B |\n|---|---|---|---|---|")
+    head("context", "tokens", "A, ms", "B, ms", "A / B")
     with ExitStack() as stack:
         for context in map(int, contexts.split(",")):
             make = _attention if attention else _steps
             for width, pair in make(stack, (a, b), context, tokens, threads, kernels):
-                _row(
-                    context,
-                    width,
-                    pair,
-                    rounds,
-                    time.process_time if attention else time.perf_counter,
-                )
+                clock = time.process_time if attention else time.perf_counter
+                _row(context, width, pair, rounds, clock)
 
 
 def _each(kernels: str) -> list[str]:
@@ -89,24 +85,23 @@ def _attention(stack, paths, context, tokens, threads, kernels):
 def _row(
     context: int, width: int, pair: list[Callable], rounds: int, clock: Callable[[], float]
 ) -> None:
-    taken: list[list[float]] = [[], []]
-    for turn in range(rounds):
-        for index in (0, 1) if turn % 2 else (1, 0):
-            best = []
-            for _ in range(3):
-                start = clock()
-                after = pair[index]()
-                best.append(clock() - start)
-                if after is not None:
-                    after()
-            taken[index].append(min(best))
-    ratios = sorted(x / y for x, y in zip(*taken, strict=True))
-    least, most = ratios[rounds // 10], ratios[-1 - rounds // 10]
-    a, b = (f"{1e3 * statistics.median(t):.2f}" for t in taken)
-    print(
-        f"| {context} | {width} | {a} | {b} | {statistics.median(ratios):.2f} ({least:.2f}..{most:.2f}) |",
-        flush=True,
-    )
+    def least(call: Callable[[], Any]) -> float:
+        """The least of three turns; what a call gives makes it undone."""
+        best = []
+        for _ in range(3):
+            start = clock()
+            after = call()
+            best.append(clock() - start)
+            if after is not None:
+                after()
+        return min(best)
+
+    first, second = pair
+    a, b = in_turns({"a": lambda: least(first), "b": lambda: least(second)}, rounds).values()
+    found = ratios(a, b)
+    spread = f"({found[rounds // 10]:.2f}..{found[-1 - rounds // 10]:.2f})"
+    spent = (f"{1e3 * median(each):.2f}" for each in (a, b))
+    row(context, width, *spent, f"{median(found):.2f} {spread}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
 import llama_files
 import numpy as np
+import turns
 from bench_cases import Spec
 from bench_peers import Peer, Where
 from reference_data import REFERENCE, tasks
@@ -54,15 +55,13 @@ def recall(compiled: CompiledModel, task: str, count: int) -> int:
 def row(model: Path, recipe: Any, prompts: int) -> tuple[list[str], float | None]:
     """Cells of a line of the table, and the perplexity of float32 on the same text; None where nothing was rounded."""
     with accel.optimize(model, recipe) as compiled:
-        found = compiled.report.get("weights", {})
-        cells = [
-            f"{found.get('bits_per_weight', 32):.2f}",
-            f"{found['kl']:.4f}" if found else "0",
-            f"{found['perplexity']:.2f}" if found else WHOLE,
-        ]
+        bits = compiled.report.get("weights", {}).get("bits_per_weight", 32)
+        lost = compiled.report.get("loss", {})
+        told = [f"{lost['kl']:.4f}", f"{lost['perplexity']:.2f}"] if lost else ["0", WHOLE]
+        cells = [f"{bits:.2f}", *told]
         if prompts:
             cells += [f"{100 * recall(compiled, task, prompts) / prompts:.0f}" for task in TASKS]
-        return cells, found["perplexity_float32"] if found else None
+        return cells, lost["perplexity_float32"] if lost else None
 
 
 class Peers:
@@ -181,15 +180,14 @@ def compare(source: Path, cache: Path, recipes: list[str], rows: int, rounds: in
     first = next(iter(paths))
     names = ["", "MB", *(f"{what}, {t}" for t in given for what in ("KL", "p99", "perplexity"))]
     names += ["tokens/s", f"of {first}"] if rounds else []
-    print("| " + " | ".join(names) + " |")
-    print("| --- |" + " ---: |" * (len(names) - 1))
+    turns.head(names[0], *(f">{name}" for name in names[1:]))
     floats = [size(made.floats), *whole, *([""] * (len(names) - 8))]
-    print("| float32 | " + " | ".join(floats) + " |")
+    turns.row("float32", *floats)
     for name, path in paths.items():
         own = speed.get(name, [])
         ratio = [a / b for a, b in zip(own, speed.get(first, []), strict=False)]
         fast = [f"{statistics.median(v):.{d}f}" for v, d in ((own, 1), (ratio, 2)) if own]
-        print(f"| {name} | " + " | ".join([size(path), *losses[name], *fast]) + " |")
+        turns.row(name, size(path), *losses[name], *fast)
 
 
 def size(path: Path) -> str:
@@ -221,10 +219,9 @@ def main() -> None:
         cells, perplexity = row(given.model, recipe, given.recall)
         rows.append([recipe, *cells])
         whole = whole if perplexity is None else f"{perplexity:.2f}"
-    print("| " + " | ".join(names) + " |")
-    print("| --- |" + " ---: |" * (len(names) - 1))
+    turns.head(names[0], *(f">{name}" for name in names[1:]))
     for cells in rows:
-        print("| " + " | ".join(cells).replace(WHOLE, whole) + " |")
+        turns.row(*(cell.replace(WHOLE, whole) for cell in cells))
 
 
 if __name__ == "__main__":

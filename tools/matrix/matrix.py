@@ -306,11 +306,7 @@ class Matrix:
 
     def _program(self, architecture: str) -> Program:
         if architecture not in _PROGRAMS:
-            layers, models.LAYERS = models.LAYERS, LAYERS
-            try:
-                module = models.ARCHITECTURES[architecture]()
-            finally:
-                models.LAYERS = layers
+            module = models.make(architecture, LAYERS)
             program = capture(module, max_context=128)
             program.facts.max_batch = 2
             _PROGRAMS[architecture] = over_state(program)

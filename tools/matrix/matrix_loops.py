@@ -120,11 +120,7 @@ class Loops(Matrix):
         """
         folder = Path(self.folder.name) / f"{size}.{architecture}"
         if not folder.exists():
-            layers, models.LAYERS = models.LAYERS, size
-            try:
-                module = models.ARCHITECTURES[architecture]()
-            finally:
-                models.LAYERS = layers
+            module = models.make(architecture, size)
             if hasattr(module, "save_pretrained"):  # built along
                 module.save_pretrained(folder)
                 return folder

@@ -7,127 +7,112 @@ The weights are scaled so that logits spread over several units and greedy decod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel.compiler.smoke.tiny_models import randomise
+from accel.compiler.smoke.tiny_models import randomise, small_model
 from accel.ir.capture.arch.cla import Cla, ClaConfig
 from accel.ir.capture.arch.yoco import Yoco, YocoConfig
 
 LAYERS = 3
 
 
+def random(kind: str, /, seed: str = "", embedding: float = 0.4, **sizes: Any) -> nn.Module:
+    """A model type of transformers with random weights, which go by `seed` or else by the type."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    return randomise(model, seed or kind, embedding)
+
+
 def llama() -> nn.Module:
     """Grouped KV heads, head size 10 where hidden/heads is 12, untied."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=101, hidden_size=48, intermediate_size=76, num_hidden_layers=LAYERS,
+    return random(
+        "llama", vocab_size=101, hidden_size=48, intermediate_size=76, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, head_dim=10, max_position_embeddings=512,
         tie_word_embeddings=False,
     )  # fmt: skip
-    return randomise(LlamaForCausalLM(config), "llama")
 
 
 def mistral() -> nn.Module:
     """A sliding window of 7 tokens in every layer; a single KV head."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=99, hidden_size=42, intermediate_size=70, num_hidden_layers=LAYERS,
+    return random(
+        "mistral", vocab_size=99, hidden_size=42, intermediate_size=70, num_hidden_layers=LAYERS,
         num_attention_heads=3, num_key_value_heads=1, head_dim=12, sliding_window=7,
         max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
-    return randomise(MistralForCausalLM(config), "mistral")
 
 
 def qwen2() -> nn.Module:
     """Biases on q, k and v; tied."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=103, hidden_size=56, intermediate_size=90, num_hidden_layers=LAYERS,
+    return random(
+        "qwen2", vocab_size=103, hidden_size=56, intermediate_size=90, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
         tie_word_embeddings=True,
     )  # fmt: skip
-    return randomise(Qwen2ForCausalLM(config), "qwen2")
 
 
 def qwen3() -> nn.Module:
     """RMSNorm over each head of q and k; head size 14 where hidden/heads is 12."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=107, hidden_size=48, intermediate_size=80, num_hidden_layers=LAYERS,
+    return random(
+        "qwen3", vocab_size=107, hidden_size=48, intermediate_size=80, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, head_dim=14, max_position_embeddings=512,
         tie_word_embeddings=False,
     )  # fmt: skip
-    return randomise(Qwen3ForCausalLM(config), "qwen3")
 
 
 def gemma2() -> nn.Module:
     """Soft caps on scores and logits, a window of 6 in every second layer, more norms; tied."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
+    return random(
+        "gemma2", embedding=0.06,  # it is scaled by √48
         vocab_size=109, hidden_size=48, intermediate_size=84, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, head_dim=14, query_pre_attn_scalar=11,
         sliding_window=6, max_position_embeddings=512, attn_logit_softcapping=5.0,
         final_logit_softcapping=1.5, attn_implementation="eager",
     )  # fmt: skip
-    return randomise(Gemma2ForCausalLM(config), "gemma2", embedding=0.06)  # it is scaled by √48
 
 
 def gpt2() -> nn.Module:
     """Learned positions, LayerNorm, products stored [in, out]; tied."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=97, n_embd=36, n_layer=LAYERS, n_head=3, n_positions=256,
+    return random(
+        "gpt2", vocab_size=97, n_embd=36, n_layer=LAYERS, n_head=3, n_positions=256,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return randomise(GPT2LMHeadModel(config), "gpt2")
 
 
 def gpt_neox() -> nn.Module:
     """Attention and MLP side by side; rope on a quarter of each head; untied."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    config = GPTNeoXConfig(
-        vocab_size=95, hidden_size=48, intermediate_size=100, num_hidden_layers=LAYERS,
+    return random(
+        "gpt_neox", vocab_size=95, hidden_size=48, intermediate_size=100, num_hidden_layers=LAYERS,
         num_attention_heads=3, max_position_embeddings=512, use_parallel_residual=True,
         rope_parameters={
             "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
         },
         tie_word_embeddings=False,
     )  # fmt: skip
-    return randomise(GPTNeoXForCausalLM(config), "gpt_neox")
 
 
 def opt() -> nn.Module:
     """Learned positions with an offset of 2, ReLU, embeddings narrower than the layers; tied."""
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(
-        vocab_size=91, hidden_size=40, ffn_dim=90, num_hidden_layers=LAYERS, num_attention_heads=4,
+    return random(
+        "opt", vocab_size=91, hidden_size=40, ffn_dim=90, num_hidden_layers=LAYERS, num_attention_heads=4,
         word_embed_proj_dim=28, max_position_embeddings=256,
     )  # fmt: skip
-    return randomise(OPTForCausalLM(config), "opt")
 
 
 def phi3() -> nn.Module:
     """q, k and v in one product, gate and up in another."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    config = Phi3Config(
-        vocab_size=105, hidden_size=48, intermediate_size=72, num_hidden_layers=LAYERS,
+    return random(
+        "phi3", vocab_size=105, hidden_size=48, intermediate_size=72, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
         original_max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return randomise(Phi3ForCausalLM(config), "phi3")
 
 
 class SdpaBlock(nn.Module):
@@ -323,26 +308,20 @@ def yoco(layers: int = 4, window: int = 7) -> nn.Module:
 
 def llada() -> nn.Module:
     """LLaDA's shape: a Llama that sees both ways and fills masks, as many KV heads as query heads, untied."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=101, hidden_size=48, intermediate_size=76, num_hidden_layers=2,
+    return random(
+        "llama", seed="llada", vocab_size=101, hidden_size=48, intermediate_size=76, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
         tie_word_embeddings=False, is_causal=False, mask_token_id=100,
     )  # fmt: skip
-    return randomise(LlamaForCausalLM(config), "llada")
 
 
 def dream() -> nn.Module:
     """Dream's shape: a Qwen2 that sees both ways, whose logits are of the token that follows."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=103, hidden_size=56, intermediate_size=90, num_hidden_layers=2,
+    return random(
+        "qwen2", seed="dream", vocab_size=103, hidden_size=56, intermediate_size=90, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
         tie_word_embeddings=False, is_causal=False, mask_token_id=102, logit_shift=True,
     )  # fmt: skip
-    return randomise(Qwen2ForCausalLM(config), "dream")
 
 
 def tiny() -> nn.Module:
@@ -366,3 +345,47 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
 }
 
 FILLERS: dict[str, Callable[[], nn.Module]] = {"llada": llada, "dream": dream}
+
+
+@contextmanager
+def layers(count: int) -> Iterator[None]:
+    """Models that are made within have so many layers."""
+    global LAYERS
+    before, LAYERS = LAYERS, count
+    try:
+        yield
+    finally:
+        LAYERS = before
+
+
+def make(name: str, count: int) -> nn.Module:
+    """A model of so many layers: one of ARCHITECTURES, "tiny", or of any model type of transformers."""
+    with layers(count):
+        if maker := {**ARCHITECTURES, "tiny": tiny}.get(name):
+            return maker()
+        return small_model(name)
+
+
+def wordy(seed: str) -> nn.Module:
+    """A Llama of two layers with as many tokens as the bundled tokenizer."""
+    return random(
+        "llama", seed=seed, vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+
+
+def write(folder: Path) -> Path:
+    """A model directory: a Llama of two layers with a byte-level tokenizer that fits it."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+
+    make("llama", 2).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:100]
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        ["ab"], trainers.BpeTrainer(vocab_size=101, initial_alphabet=alphabet)
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

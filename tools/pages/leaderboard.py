@@ -128,11 +128,7 @@ def build(builds: Builds, case: Case, out: Path) -> dict[str, Any]:
     plan = assemble(Recipe(case.recipe, tables=case.tables))
     with builds.build(plan, out) as built:
         told = built.report
-        return {
-            "grade": plan.grade,
-            "seconds": told["seconds"],
-            "weights": told.get("weights", {}),
-        }
+        return {"grade": plan.grade, "seconds": told["seconds"], "weights": told.get("weights", {})}
 
 
 def keep(path: Path, value: dict[str, Any]) -> None:

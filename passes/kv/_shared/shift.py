@@ -17,6 +17,7 @@ from accel.ir.program import Editor, Program, evaluate
 from accel.ir.region import Entry
 from accel.ir.state import Part
 from accel.passes import Pass, Report
+from accel.passes.entry_inputs import EntryInputs
 from accel.passes.kv._shared.by_token import check_by_token
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.state.cache import Cache
@@ -44,23 +45,15 @@ class Shift(Pass):
 
     def run(self, program: Program) -> Report:
         found = rotations(program, self.what)
-        source, graph = Editor(program, program.step.graph), fx.Graph()
-        batch, suffix = (
-            program.step.input("tokens").meta["val"].shape[0],
-            source.symbol("S", _SUFFIX),
-        )
-
-        def holder(name: str, shape: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
-            node = graph.placeholder(name)
-            with source.fake:
-                node.meta["val"] = torch.empty(shape, dtype=dtype)
-            return node
-
-        delta = holder("delta", (batch, suffix), torch.int64)
+        graph = fx.Graph()
+        inputs = EntryInputs(program, graph)
+        suffix = inputs.source.symbol("S", _SUFFIX)
+        delta = inputs.new("delta", inputs.batch, suffix)
         keys = {}
         for layer, node in found.items():
             _, groups, _, width = node.meta["val"].shape
-            keys[layer] = holder(keys_of(layer), (batch, groups, suffix, width), torch.float32)
+            shape = inputs.batch, groups, suffix, width
+            keys[layer] = inputs.new(keys_of(layer), *shape, dtype=torch.float32)
         editor, outputs = Editor(program, graph), {}
         places: dict[Any, tuple[fx.Node, ...]] = {}
         for layer, node in found.items():

@@ -20,6 +20,7 @@ from accel.ir.region import Conditional, Entry, sizes
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Report
+from accel.passes.entry_inputs import EntryInputs
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv.codec._layer import Layer, layers
 from accel.passes.kv.codec._method import AcrossLayers, Codec
@@ -258,25 +259,15 @@ def _products(heads: int, queries: Tensor, positions: Tensor, old: Tensor) -> Te
 
 def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.Node) -> Entry:
     """The graph that moves blocks."""
-    graph, source = fx.Graph(), Editor(program, program.step.graph)
-    batch = program.step.input("tokens").meta["val"].shape[0]
-
-    def holder(name: str, value: Any) -> fx.Node:
-        node = graph.placeholder(name)
-        node.meta["val"] = value
-        return node
-
-    def counted(name: str, *shape: Any) -> fx.Node:
-        with source.fake:
-            return holder(name, torch.empty(shape, dtype=torch.int64))
-
-    fresh = counted("fresh", source.symbol("F", _NEW), codec.storage.block)
-    places = counted("places", batch, source.symbol("N", _STORED))
-    tail = counted("tail", batch, source.symbol("M", _TAIL))
-    held = holder(POSITIONS, program.step.input(POSITIONS).meta["val"])
-    where = holder(STORED, positions.meta["val"])
+    graph = fx.Graph()
+    inputs = EntryInputs(program, graph)
+    batch, symbol = inputs.batch, inputs.source.symbol
+    fresh = inputs.new("fresh", symbol("F", _NEW), codec.storage.block)
+    places = inputs.new("places", batch, symbol("N", _STORED))
+    tail = inputs.new("tail", batch, symbol("M", _TAIL))
+    held, where = inputs.shared(POSITIONS), inputs.placeholder(STORED, positions.meta["val"])
     given = [
-        [holder(str(n.target), n.meta["val"]) for n in (cache.recent, *cache.stored)]
+        [inputs.placeholder(str(n.target), n.meta["val"]) for n in (cache.recent, *cache.stored)]
         for cache in caches
     ]
     editor = Editor(program, graph)
@@ -303,7 +294,7 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
             outputs[cache.state.output] = left
             continue
         turned = [held, *layer.tables(editor)] if layer.turned else []
-        asked = [holder(str(n.target), n.meta["val"]) for n in (cache.products,) if n is not None]
+        asked = [] if cache.products is None else [inputs.shared(str(cache.products.target))]
         *kept, left = trace(
             editor,
             f"compress.{cache.state.name}",

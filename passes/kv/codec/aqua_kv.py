@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from accel.ir.axis import option
-from accel.ir.errors import RecipeError
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.passes.kv.codec import AcrossLayers, At, Base, Layout, Storage
 from accel.passes.kv.codec._groups import Groups
@@ -35,7 +34,7 @@ class AquaKv(Tables, AcrossLayers, Base):
 
     bits: int = option(2, one_of=(2, 4, 8))
     group: int = option(64, least=1, most=1024)
-    residual: int = option(128, least=1, most=8192)
+    residual: int = option(128, least=1, most=8192, multiple_of="group")
     sinks: int = option(4, least=0, most=4096)
     lacks = "its quantiser HIGGS (kivi's is used)"
     key: ClassVar[str] = "aqua-kv"
@@ -45,14 +44,6 @@ class AquaKv(Tables, AcrossLayers, Base):
         {"bits": 4, "group": 32, "sinks": 0},
         {"bits": 8, "group": 8, "residual": 24},
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.residual % self.group:
-            raise RecipeError(
-                f"{self.full_name}: residual is {self.residual} and group {self.group}; give a residual that is a "
-                "multiple of the group"
-            )
 
     @property
     def storage(self) -> Storage:

@@ -33,7 +33,7 @@ class Gear(Kivi):
     """
 
     group: int = 64
-    residual: int = option(64, least=1, most=8192)
+    residual: int = option(64, least=1, most=8192, multiple_of="group")
     low_rank: int = option(2, least=0, most=16)
     outliers: float = option(0.02, least=0, most=1)
     key: ClassVar[str] = "gear"

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from accel.ir.axis import option
-from accel.ir.errors import RecipeError
 from accel.passes.kv.codec import At, Base, Layout, Storage
 from accel.passes.kv.codec._groups import Groups
 
@@ -24,21 +23,13 @@ class Kivi(Base):
 
     bits: int = option(2, one_of=(2, 4, 8))
     group: int = option(32, least=1, most=1024)
-    residual: int = option(128, least=1)
+    residual: int = option(128, least=1, multiple_of="group")
     key: ClassVar[str] = "kivi"
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"bits": 4},
         {"bits": 8, "group": 8, "residual": 24},
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.residual % self.group:
-            raise RecipeError(
-                f"{self.full_name}: residual is {self.residual} and group {self.group}; give a residual that is a "
-                "multiple of the group"
-            )
 
     @property
     def error(self) -> float:  # type: ignore[override]

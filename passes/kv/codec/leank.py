@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from accel.ir.axis import option
-from accel.ir.errors import RecipeError
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.codec import At, Base, Layout, Storage
 from accel.passes.kv.codec._groups import Groups
@@ -44,7 +43,7 @@ class LeanK(Fitted, Base):
     ratio: float = option(0.7, least=0, below=1)
     alignment: int = option(8, least=1, most=1024)
     sinks: int = option(16, least=0, most=4096)
-    window: int = option(128, least=1, most=4096)
+    window: int = option(128, least=1, most=4096, multiple_of="group")
     bits: int = option(32, one_of=(4, 32))
     group: int = option(64, least=1, most=1024)
     key: ClassVar[str] = "leank"
@@ -60,14 +59,6 @@ class LeanK(Fitted, Base):
         {"ratio": 0.0, "window": 8, "group": 8},
         {"ratio": 0.5, "alignment": 4, "window": 32, "group": 16, "bits": 4},
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window % self.group:
-            raise RecipeError(
-                f"{self.full_name}: window is {self.window} and group {self.group}; give a window that is a multiple "
-                "of the group"
-            )
 
     @property
     def storage(self) -> Storage:

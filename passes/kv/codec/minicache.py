@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from accel.ir.axis import option
-from accel.ir.errors import RecipeError
 from accel.ir.ops.groups import spread
 from accel.passes.kv.codec import AcrossLayers, At, Base, Layout, Storage
 from accel.passes.kv.codec._groups import Groups
@@ -34,7 +33,7 @@ class Minicache(AcrossLayers, Base):
 
     bits: int = option(4, one_of=(4, 8, *_FLOATS))
     group: int = option(64, least=1, most=256)
-    residual: int = option(64, least=1, most=256)
+    residual: int = option(64, least=1, most=256, multiple_of="group")
     deeper: float = option(0.6, least=0, most=1)
     retain: float = option(0.05, least=0, most=1)
     key: ClassVar[str] = "minicache"
@@ -45,14 +44,6 @@ class Minicache(AcrossLayers, Base):
         {"bits": 16, "residual": 8, "group": 4, "retain": 1.0},
         {"bits": 8, "group": 8, "residual": 24, "retain": 0.0},
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.residual % self.group:
-            raise RecipeError(
-                f"{self.full_name}: residual is {self.residual} and group {self.group}; give a residual that is a "
-                "multiple of the group"
-            )
 
     @property
     def storage(self) -> Storage:

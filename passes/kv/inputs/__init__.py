@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, fx
 
 from accel.ir.invariants import Invariant
-from accel.ir.program import Editor, Program
+from accel.ir.program import Program
+from accel.passes.entry_inputs import EntryInputs
 from accel.passes.kv._shared.named import call, parameters
 
 __all__ = [
@@ -47,47 +47,6 @@ class Site:
     def lists(self) -> int:
         """How many lists of kept slots a row has: one of each KV head, or one of all."""
         return int(self.kept_values["pos"].meta["val"].shape[1])
-
-
-@dataclass
-class EntryInputs:
-    """The placeholders of an entry over a step's state while it is built, such as `compress`."""
-
-    program: Program
-    graph: fx.Graph
-    source: Editor  # of the step
-    placeholders: dict[str, fx.Node] = field(default_factory=dict)
-
-    @property
-    def batch(self) -> Any:
-        """B."""
-        return self.program.step.input("tokens").meta["val"].shape[0]
-
-    def placeholder(self, name: str, value: Tensor) -> fx.Node:
-        """An input of the entry, one for all layers that ask for the name."""
-        if name not in self.placeholders:
-            *_, at = (self.graph._root, *self.graph.find_nodes(op="placeholder"))
-            with self.graph.inserting_after(at):
-                self.placeholders[name] = self.graph.placeholder(name)
-            self.placeholders[name].meta["val"] = value
-        return self.placeholders[name]
-
-    def new(self, name: str, *shape: Any, dtype: torch.dtype = torch.int64) -> fx.Node:
-        """An input of these sizes."""
-        return self.placeholder(name, self.blank(shape, dtype))
-
-    def shared(self, name: str) -> fx.Node:
-        """An input that the step has, too."""
-        return self.placeholder(name, self.program.step.input(name).meta["val"])
-
-    def param(self, name: str, tensor: Tensor | None = None) -> fx.Node:
-        """A parameter of the program; `tensor` is its value where it is new."""
-        return Editor(self.program, self.graph).param(name, tensor)
-
-    def blank(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """A value of this shape, whose sizes may be symbols."""
-        with self.source.fake:
-            return torch.empty(tuple(shape), dtype=dtype)
 
 
 class Input:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.axis import option
-from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import Form, form_of, operands_of
 from accel.ir.ops.choice import best_pages
@@ -48,7 +47,7 @@ class Histories(Fitted, Base):
     tokens_read: int = 1024
     page: int = field(default=1, init=False)  # lists are of tokens
     block: int = option(16, one_of=PAGES)
-    sinks: int = option(64, least=0)
+    sinks: int = option(64, least=0, multiple_of="block")  # blocks begin there
     window: int = option(64, least=1)
     history: int = option(64, least=1)
     every: int = option(5, least=1)
@@ -56,14 +55,6 @@ class Histories(Fitted, Base):
     breaks = SPARSE | {Invariant.DECODE_WIDTH}
     layout = Layout(width=1, selection=Selection(1, history=True))
     relies = Base.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sinks % self.block:
-            raise RecipeError(
-                f"{self.full_name}: sinks is {self.sinks}; give a multiple of block = {self.block}, as "
-                "blocks begin there"
-            )
 
     @property
     def blocks(self) -> int:

@@ -178,7 +178,7 @@ class LowRank(Pages):
         state then says, and of each layer `directions.<layer>` [B,G,R,D], which become the basis of rows with a `stop`.
         """
         graph, sites = fx.Graph(), attentions(program)
-        inputs = EntryInputs(program, graph, Editor(program, program.step.graph))
+        inputs = EntryInputs(program, graph)
         stretch = [inputs.new(n, inputs.batch) for n in ("start", "stop")]
         stretch.append(inputs.new("ranks", inputs.source.symbol("N", _TOKENS)))
         stretch.append(inputs.shared(POSITIONS))

@@ -78,7 +78,7 @@ class Units(_Grouped, Tokens):
     """
 
     size: int = option(80, least=1)
-    every: int = option(320, least=1)
+    every: int = option(320, least=1, multiple_of="size")
     sinks: int = option(16, least=0)
 
     relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
@@ -86,10 +86,6 @@ class Units(_Grouped, Tokens):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.every % self.size:
-            raise RecipeError(
-                f"{self.full_name}: every is {self.every}; give a multiple of size = {self.size}"
-            )
         if self.sinks >= self.tokens_read:
             raise RecipeError(
                 f"{self.full_name}: sinks is {self.sinks}; give fewer than tokens_read = {self.tokens_read}"
@@ -184,7 +180,7 @@ class Units(_Grouped, Tokens):
         `origin` [B] from now on; `ranks` 0..N-1 and `numbers` 0..U-1, as many as any row has tokens and units.
         """
         graph = fx.Graph()
-        inputs = EntryInputs(program, graph, Editor(program, program.step.graph))
+        inputs = EntryInputs(program, graph)
         batch, ranks = inputs.batch, inputs.source.symbol("N", _TOKENS)
         asked = {n: inputs.new(n, batch) for n in ("start", "stop", "first", "units", "origin")}
         asked["ranks"] = inputs.new("ranks", ranks)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.axis import option
-from accel.ir.errors import RecipeError
 from accel.passes.kv.select import MAPPED, PAGES
 from accel.passes.kv.select._build import Build
 from accel.passes.kv.select._pages import Where, stored
@@ -34,7 +33,7 @@ class Leoam(Quest):
     looks at N/4 + 132 ranges. With enough chunks, or chunks of one page, the choice is `quest`'s.
     """
 
-    chunk: int = option(64, one_of=PAGES)
+    chunk: int = option(64, one_of=PAGES, multiple_of="page")
     spread: int = option(2, least=1, most=1024)
     lacks = "its packing and fetching of chunks on the disk"
     layout = MAPPED
@@ -44,14 +43,6 @@ class Leoam(Quest):
         "chunk": 8,
         "dense_layers": 0,
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.chunk % self.page:
-            raise RecipeError(
-                f"{self.full_name}: chunk is {self.chunk}; give a multiple of page = {self.page}, so that a chunk has "
-                "whole pages"
-            )
 
     def stored(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """The parts of pages, and of chunks, of which pages are chosen: `<part>.<chunk>`."""

@@ -30,8 +30,8 @@ class ActqkvPrompt(Base):
     """
 
     segment: int = 256
-    sinks: int = option(64, least=0)
-    window: int = option(512, least=0)
+    sinks: int = option(64, least=0, multiple_of="block")
+    window: int = option(512, least=0, multiple_of="block")
     best: int = option(4, least=1, most=1024)
 
     lacks = "statistics of all queries so far; budgets shared between layers"
@@ -41,11 +41,6 @@ class ActqkvPrompt(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sinks % self.block or self.window % self.block:
-            raise RecipeError(
-                f"{self.full_name}: sinks is {self.sinks} and window {self.window}; give multiples of block = "
-                f"{self.block}"
-            )
         if self.sinks + self.window >= self.budget:
             raise RecipeError(
                 f"{self.full_name}: sinks + window = {self.sinks + self.window}; give less than budget = {self.budget}"

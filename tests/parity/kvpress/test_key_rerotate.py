@@ -11,8 +11,9 @@ from accel.passes.kv.keep.key_rerotate import KeyRerotate
 from accel.passes.kv.score.knorm import KNorm
 from accel.passes.kv.score.streaming_llm import StreamingLlm
 
-from ...kv_case import decoded, evicting, kept, recipe
+from ...kv_case import evicting, kept, recipe
 from ...kv_slots import choose
+from ...session_ways import singles
 from ..presses import LENGTHS, RATIOS, Prompt, kvpress, llama, tokens
 
 
@@ -23,8 +24,7 @@ def tables(module, length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
-    "score, inner",
-    [(KNorm(), kvpress.KnormPress), (StreamingLlm(), kvpress.StreamingLLMPress)],
+    "score, inner", [(KNorm(), kvpress.KnormPress), (StreamingLlm(), kvpress.StreamingLLMPress)]
 )
 def test_the_same_keys_at_the_same_places(score, inner, length):
     prompt = Prompt.of(length, seed=length)
@@ -60,7 +60,7 @@ def test_the_same_logits_follow(stateful):
     session.run(ids[:, :length].numpy())
     session.end_prompt()
     assert all((where == np.arange(20)).all() for where in kept(session).values())
-    got = decoded(session, ids[:, length:].numpy())
+    got = singles(session, ids[:, length:].numpy())
     for i in range(more):
         with torch.no_grad():
             at = torch.full((2, 1), 20 + i)

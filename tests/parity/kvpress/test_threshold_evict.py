@@ -8,8 +8,9 @@ from accel.compiler.train.runs.soft import Soft
 from accel.passes.kv.score.threshold_evict import ThresholdEvict
 from accel.passes.trained import sample, write
 
-from ...kv_case import decoded, evicting, kept
+from ...kv_case import evicting, kept
 from ...kv_slots import sets
+from ...session_ways import singles
 from ..presses import agree_whole, kvpress, llama, tokens
 
 WINDOW, INNER = 6, 5
@@ -77,7 +78,7 @@ def test_the_same_generated_tokens_stay(stateful, both, threshold):
     case = evicting(stateful("llama"), tables(file, threshold))
     with case.session(2) as session:
         session.prompt(ids[:, :length].numpy())
-        got = decoded(session, ids[:, length:].numpy())
+        got = singles(session, ids[:, length:].numpy())
         np.testing.assert_allclose(got, np.concatenate(logits, 1), atol=2e-4)
         for layer, where in kept(session).items():
             found = sets({"pos": torch.from_numpy(where)})

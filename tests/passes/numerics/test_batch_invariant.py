@@ -1,13 +1,13 @@
 """The batch-invariant recipe: a token has the same bits whatever tokens and rows share its call."""
 
+import models
 import numpy as np
 import pytest
-import torch
 
 import accel
 from accel.compiler.quality import batch_invariant as exact
 from accel.compiler.quality.batch_invariant import batch_difference, difference
-from accel.compiler.smoke.tiny_models import randomise, small_model
+from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import Miscompiled, PassError
 from accel.ir.program import State
@@ -23,15 +23,11 @@ HELD = (1, 7, 250, 255, 256, 505, 668)
 
 
 def llama(heads: int, groups: int, tied: bool):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=100, num_hidden_layers=2,
+    return models.random(
+        "llama", vocab_size=101, hidden_size=64, intermediate_size=100, num_hidden_layers=2,
         num_attention_heads=heads, num_key_value_heads=groups, head_dim=20,
         max_position_embeddings=CONTEXT, tie_word_embeddings=tied,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return randomise(LlamaForCausalLM(config), "llama")
 
 
 SHAPES = {"mha": (4, 4), "over2": (4, 2), "over4": (4, 1), "over7": (7, 1)}
@@ -81,12 +77,7 @@ def session(artifact, variant, threads, tile=None, rows=1) -> Session:
     facts, engine = artifact.facts, OrtBackend(artifact, threads=threads, kernels=variant)
     backend = engine.open_session(rows)
     backend = backend if tile is None else Tiled(backend, tile)
-    return Session(
-        backend,
-        rows,
-        vocab_size=facts.vocab_size,
-        max_context=facts.max_context,
-    )
+    return Session(backend, rows, vocab_size=facts.vocab_size, max_context=facts.max_context)
 
 
 def worst(live: Session) -> float:

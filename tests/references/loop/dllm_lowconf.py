@@ -2,7 +2,4 @@
 
 from ...diffusion_case import surest
 
-CASES = [
-    ({}, surest(1), None),
-    ({"steps": 4}, surest(2), None),
-]
+CASES = [({}, surest(1), None), ({"steps": 4}, surest(2), None)]

@@ -2,7 +2,4 @@
 
 from ...diffusion_case import above, by_factor
 
-CASES = [
-    ({"threshold": 0.5}, above(0.5), None),
-    ({"factor": 1.5}, by_factor(1.5), None),
-]
+CASES = [({"threshold": 0.5}, above(0.5), None), ({"factor": 1.5}, by_factor(1.5), None)]

@@ -236,10 +236,7 @@ def written(tmp_path):
     """written(name, …) -> the file of a head for Model(0) and its draft Model(1)."""
 
     def make(name="head", change=(), **metadata):
-        told = {
-            "model": sample(Model(0).session),
-            "draft": sample(Model(1).session),
-        }
+        told = {"model": sample(Model(0).session), "draft": sample(Model(1).session)}
         metadata = {"method": "specdec-pp", "model": json.dumps(told)} | metadata
         tensors = {f"0.{n}": t for n, t in a_head().items()} | dict(change)
         save_file(tensors, tmp_path / name, metadata)

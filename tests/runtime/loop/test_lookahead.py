@@ -220,16 +220,7 @@ def test_batch_invariant_tokens_are_those_without():
             assert want.stats["speculation"] is None and got.stats["speculation"] is not None
 
 
-REFUSED = {
-    "h2o",
-    "trim-kv",
-    "calm",
-    "edge",
-    "quest",
-    "paged-prefix",
-    "pie",
-    "critiprefill",
-}
+REFUSED = {"h2o", "trim-kv", "calm", "edge", "quest", "paged-prefix", "pie", "critiprefill"}
 
 
 def test_what_cannot_take_guesses_back_is_refused_before_any_work():

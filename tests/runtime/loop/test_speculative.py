@@ -281,8 +281,7 @@ def test_what_a_session_can_do_bounds_the_draft():
     assert reach(Capabilities(back=8)) == 8
     for poor in (Capabilities(width=1), Capabilities(back=0)):
         with pytest.raises(
-            InputError,
-            match="loop: drafts are .* sessions of this model .* loop = autoregressive",
+            InputError, match="loop: drafts are .* sessions of this model .* loop = autoregressive"
         ):
             reach(poor)
 

@@ -80,11 +80,8 @@ DRAFTS = {
 
 
 def opened(toy, folder, **more):
-    toy.write(folder, max_batch=4)
-    told = toy.manifest(max_batch=4, max_context=200)
-    told["recipe"]["tables"] = {"schedule": {"use": "nexus", "tokens": 7}, **more}
-    toy.seal(folder, told)
-    return accel.load(folder, threads=2)
+    tables = {"schedule": {"use": "nexus", "tokens": 7}, **more}
+    return accel.load(toy.write(folder, tables, max_batch=4, max_context=200), threads=2)
 
 
 @pytest.fixture(scope="module")

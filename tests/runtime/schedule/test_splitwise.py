@@ -20,6 +20,8 @@ from accel.runtime.serve.engine import Engine, Full, Request
 from accel.runtime.serve.phases import Phases, serving
 from accel.runtime.serve.wire import request_from_json, request_to_json
 
+from ...once import kept
+
 # guesses are checked at once; what is looked up only where it would have stood, which in text of this model is rare
 DRAFTS = {"loop": {"use": "jacobi"}}
 
@@ -84,22 +86,15 @@ def through(prompts, decodes, request):
 
 @pytest.fixture(scope="module")
 def opened(toy, tmp_path_factory):
-    made = {}
-
     def get(name="splitwise", **options):
-        if name not in made:
-            folder = toy.write(tmp_path_factory.mktemp("splitwise") / name, max_batch=4)
-            told = toy.manifest(max_batch=4, max_context=200)
-            told["recipe"]["tables"] = {"schedule": {"use": "splitwise", **options}}
-            if name == "drafts":
-                told["recipe"]["tables"] |= DRAFTS
-            toy.seal(folder, told)
-            made[name] = accel.load(folder)
-        return made[name]
+        tables = {"schedule": {"use": "splitwise", **options}} | (
+            DRAFTS if name == "drafts" else {}
+        )
+        folder = tmp_path_factory.mktemp("splitwise") / name
+        return accel.load(toy.write(folder, tables, max_batch=4, max_context=200))
 
-    yield get
-    for one in made.values():
-        one.close()
+    with kept(get) as found:
+        yield found
 
 
 def asked(count=6):
@@ -274,11 +269,7 @@ def test_more_processes_and_what_they_refuse(opened, toy, tmp_path):
         for one, ticket in zip(requests, tickets, strict=True):
             law(model, one, list(ticket))
         engine.close(drain=False)
-    told = toy.manifest(max_batch=4, max_context=200)
-    told["recipe"]["tables"] = {
-        "schedule": {"use": "splitwise"},
-        "loop": {"use": "first-finish", "samples": 2},
-    }
-    toy.seal(toy.write(tmp_path / "search", max_batch=4), told)
-    with accel.load(tmp_path / "search") as model, pytest.raises(InputError, match="no rounds"):
+    tables = {"schedule": {"use": "splitwise"}, "loop": {"use": "first-finish", "samples": 2}}
+    search = toy.write(tmp_path / "search", tables, max_batch=4, max_context=200)
+    with accel.load(search) as model, pytest.raises(InputError, match="no rounds"):
         serving(model)

@@ -139,9 +139,7 @@ def finch() -> Iterator[Row]:
     yield Row("… the last 64 tokens", evict("finch", QUARTER, more=moved))
     whole = {**moved, "kv.refine": {"use": "chunkkv"}}
     yield Row(
-        "… whole chunks of 10 by it (`chunkkv`)",
-        evict("finch", QUARTER, more=whole),
-        question=True,
+        "… whole chunks of 10 by it (`chunkkv`)", evict("finch", QUARTER, more=whole), question=True
     )
     parts = {**whole, "kv.when": {"use": "chunk"}}
     yield Row("… after each 512 tokens", evict("finch", QUARTER, more=parts), question=True)

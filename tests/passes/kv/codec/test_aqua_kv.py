@@ -11,14 +11,16 @@ from accel.compiler.load.source import open_source
 from accel.compiler.over_state import keys_of, over_state
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv._shared.tables import observed
 from accel.passes.kv.codec import At
 from accel.passes.kv.codec._encode import Encode
 from accel.passes.trained import constants
 
-from ....select_case import Selecting, close
+from ....refused import refuses
+from ....select_case import Selecting
+from ....session_ways import close
 
 AXIS = find_axes()["kv.codec"]
 R, D, LAYERS = 16, 24, 3
@@ -199,8 +201,9 @@ def test_models_that_it_cannot_serve_are_refused(stateful, name, words):
         Encode(codec()).run(program)
 
 
-@pytest.mark.parametrize("options", [{"bits": 3}, {"group": 5}, {"sinks": -1}])
-def test_what_makes_no_sense_is_refused(options):
-    (name,) = options
-    with pytest.raises(RecipeError, match=f"{name} (is )?{options[name]}; give"):
-        codec(**options)
+test_what_makes_no_sense_is_refused = refuses(
+    "kv.codec.aqua-kv",
+    {"bits": 3},
+    ({"group": 5}, "kv.codec.aqua-kv: residual is 128; give a multiple of group = 5"),
+    {"sinks": -1},
+)

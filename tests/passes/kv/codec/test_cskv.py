@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
-from accel.ir.errors import RecipeError
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.codec import At
 
-from ....select_case import Selecting, close
+from ....refused import refuses
+from ....select_case import Selecting
+from ....session_ways import after, close
 
 AXIS = find_axes()["kv.codec"]
 
@@ -55,27 +56,16 @@ def test_four_bits_lose_a_little_more(keys):
     assert all(method.bits_of(At(role, 1024)) < 0.05 * 32 for role in "kv")
 
 
-def drive(case, count):
-    tokens = case.tokens(1, count + 2)
-    with case.session() as session:
-        session.run(tokens[:, :count])
-        return session.run(tokens[:, count:])
-
-
 def test_the_newest_window_is_exact_and_full_density_is_the_model(stateful):
     whole, full, half = (
         Selecting(stateful("llama"), AXIS.build("cskv", window=8, density=d) if d else None)
         for d in (0, 1.0, 0.5)
     )
-    assert np.array_equal(drive(half, 13), drive(whole, 13))
-    close(drive(full, 30), drive(whole, 30))
-    assert np.abs(drive(half, 30) - drive(whole, 30)).max() > 1e-2
+    assert np.array_equal(after(half, 13)[0], after(whole, 13)[0])
+    close(after(full, 30)[0], after(whole, 30)[0])
+    assert np.abs(after(half, 30)[0] - after(whole, 30)[0]).max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    "options", [{"density": 0.0}, {"density": 1.5}, {"bits": 8}, {"window": 0}]
+test_what_makes_no_sense_is_refused = refuses(
+    "kv.codec.cskv", {"density": 0.0}, {"density": 1.5}, {"bits": 8}, {"window": 0}
 )
-def test_what_makes_no_sense_is_refused(options):
-    (name,) = options
-    with pytest.raises(RecipeError, match=f"{name} is {options[name]}; give"):
-        AXIS.build("cskv", **options)

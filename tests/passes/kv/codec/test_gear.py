@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
-from accel.ir.errors import RecipeError
 from accel.passes.kv.codec import At
 
 from ....prefill_case import TOKENS, built
+from ....refused import refuses
 from ....select_case import Selecting
 
 AXIS = find_axes()["kv.codec"]
@@ -111,11 +111,7 @@ def test_a_model_loses_less_with_more_beside_its_codes(stateful):
     options = {"bits": 4, "group": 4, "residual": 8}
     want, plain, more = (
         drive(Selecting(stateful("llama"), beside and AXIS.build("gear", **options, **beside)))
-        for beside in (
-            None,
-            {"low_rank": 0, "outliers": 0.0},
-            {"low_rank": 3, "outliers": 0.5},
-        )
+        for beside in (None, {"low_rank": 0, "outliers": 0.0}, {"low_rank": 3, "outliers": 0.5})
     )
     assert 1e-3 < np.abs(more - want).max() < 0.7 * np.abs(plain - want).max()
 
@@ -134,10 +130,11 @@ def test_onnx_reads_what_torch_reads():
     assert not np.allclose(found, logits("eager", bits=4), atol=1e-3)  # the control
 
 
-@pytest.mark.parametrize(
-    "options", [{"bits": 3}, {"group": 48}, {"low_rank": -1}, {"outliers": 1.5}, {"outliers": -0.1}]
+test_what_makes_no_sense_is_refused = refuses(
+    "kv.codec.gear",
+    {"bits": 3},
+    ({"group": 48}, "kv.codec.gear: residual is 64; give a multiple of group = 48"),
+    {"low_rank": -1},
+    {"outliers": 1.5},
+    {"outliers": -0.1},
 )
-def test_what_makes_no_sense_is_refused(options):
-    (name,) = options
-    with pytest.raises(RecipeError, match=f"{name} (is )?{options[name]}; give"):
-        AXIS.build("gear", **options)

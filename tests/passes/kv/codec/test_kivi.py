@@ -18,11 +18,10 @@ from accel.passes.kv.codec import At
 from accel.passes.kv.codec._encode import Encode
 from accel.passes.kv.codec.kivi import Kivi
 from accel.passes.state.head import Head
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.state import block_codec as blocks
 
 from ....session_case import session_of
+from ....session_ways import oracle, variants
 
 R, GROUP = 8, 4
 OPTIONS = {"bits": 2, "group": GROUP, "residual": R}
@@ -323,18 +322,12 @@ def operators(compiled):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "plain_latent"])
 def test_every_graph_gives_what_the_oracle_does(name):
-    layers, models.LAYERS = models.LAYERS, 2
-    model = models.ARCHITECTURES[name]()
-    models.LAYERS = layers
+    model = models.make(name, 2)
     recipe = {"kv": {"codec": {"use": "kivi", **OPTIONS}}}
     with accel.optimize(model, recipe, max_context=128, max_batch=2) as compiled:
-        oracle = CompiledModel(
-            EagerBackend(compiled.program), compiled.facts, recipe=compiled.recipe
-        )
-        want = drive(oracle)
-        for kernels in compiled.artifact.entries["step"].graphs:
-            with accel.load(compiled.artifact.path, kernels=kernels) as loaded:
-                got = drive(loaded)
+        want = drive(oracle(compiled))
+        for kernels, loaded in variants(compiled, None):
+            got = drive(loaded)
             for a, b in zip(got, want, strict=True):
                 # a number between two codes may go to either, and then a few rows move
                 off = np.abs(np.subtract(a, b))

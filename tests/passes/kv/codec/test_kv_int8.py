@@ -15,8 +15,9 @@ from accel.ir.errors import PassError
 from accel.ir.ops.codec import decode_rows, encode_rows
 from accel.lowering.onnx import native
 from accel.passes.kv.codec import At
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
+
+from ....once import kept
+from ....session_ways import near, oracle, recut, variants
 
 needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 RNG = np.random.default_rng(3)
@@ -70,47 +71,14 @@ def test_codes_are_those_of_onnxruntimes_quantised_cache():
 @pytest.fixture(scope="module")
 def made():
     """made(architecture, recipe, ...) -> its artifact, two layers, built once."""
-    kept = {}
 
     def get(name, *recipe):
-        if (name, recipe) not in kept:
-            layers, models.LAYERS = models.LAYERS, 2
-            try:
-                model = (
-                    models.ARCHITECTURES[name]()
-                    if name in models.ARCHITECTURES
-                    else small_model(name)
-                )
-            finally:
-                models.LAYERS = layers
-            asked = ["kv-int8", *recipe]
-            kept[name, recipe] = accel.optimize(model, asked, max_context=128, max_batch=2)
-        return kept[name, recipe]
+        model = models.make(name, 2)
+        asked = ["kv-int8", *recipe]
+        return accel.optimize(model, asked, max_context=128, max_batch=2)
 
-    yield get
-    for compiled in kept.values():
-        compiled.close()
-
-
-def close(got, want, tolerance=2e-3):
-    assert np.abs(got - want).max() <= tolerance * max(1.0, np.abs(want).max())
-
-
-def drive(session, batch=2):
-    """Logits of one call, of the same tokens cut, of a rewound and other way, of a fork, of ragged rows."""
-    tokens, found = TOKENS[:batch], []
-    with session:
-        found.append(session.run(tokens))
-        session.rewind(5)
-        found.append(session.run(tokens[:, 5:6]))
-        other = session.fork()
-        found += [session.run(tokens[:, 6:14]), other.run(tokens[:, 6:10])]
-        other.close()
-        counts = np.arange(batch) + 3
-        found.append(session.run(tokens[:, 14:20], counts))
-        found.append(session.run(tokens[:, 20:21]))
-        found.append(session.stats["kv_bytes"])
-    return found
+    with kept(get) as found:
+        yield found
 
 
 @pytest.mark.few(1)
@@ -130,17 +98,17 @@ def test_every_way_through_a_session_is_that_of_the_oracle(made, name, recipe):
     tolerance = (
         0.1 if recipe else 2e-3
     )  # products that round their inputs turn a last place into a step
-    oracle = CompiledModel(EagerBackend(compiled.program), compiled.facts)
-    got, want = drive(compiled.session(batch=2)), drive(oracle.session(batch=2))
-    for a, b in zip(got[:-1], want[:-1], strict=True):
-        close(a, b, tolerance)
-    assert got[-1] == want[-1]
+    got, held = recut(compiled.session(batch=2), TOKENS[:2])
+    want, right = recut(oracle(compiled).session(batch=2), TOKENS[:2])
+    for a, b in zip(got, want, strict=True):
+        near(a, b, tolerance)
+    assert held == right
     for a, b in (
         (want[1], want[0][:, 5:6]),
         (want[2], want[0][:, 6:14]),
         (want[3], want[0][:, 6:10]),
     ):
-        close(
+        near(
             a, b, tolerance
         )  # however a call is cut, its own tokens are read back as they are stored
 
@@ -164,11 +132,8 @@ def test_memory_is_its_formula(made):
 @pytest.mark.parametrize("weights", [(), ("int4",)], ids=str)
 def test_rows_are_equal_bit_for_bit_under_batch_invariant(made, weights):
     compiled = made("llama", "batch-invariant", *weights)
-    for kernels in compiled.artifact.entries["step"].graphs:
-        with (
-            accel.load(compiled.artifact.path, kernels=kernels) as model,
-            model.session() as session,
-        ):
+    for _, model in variants(compiled, None):
+        with model.session() as session:
             whole = session.run(TOKENS[:1])
             session.rewind(0)
             apart = [session.run(TOKENS[:1, i : i + 1]) for i in range(TOKENS.shape[1])]
@@ -212,7 +177,7 @@ def test_what_eviction_keeps_is_in_codes_too():
             if target == "onnx":
                 assert nodes(compiled) >= {"AttentionInt8"}
     assert kept["kept.k"] == kept["kept.v"] == "int8" and kept["kept.k.scale"] == "float32"
-    close(found[1], found[0], 0.2)
+    near(found[1], found[0], 0.2)
     assert not np.array_equal(found[1], found[0])
 
 

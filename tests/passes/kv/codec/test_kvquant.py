@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
-from accel.ir.errors import RecipeError
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.codec import At
 
+from ....refused import refuses
 from ....select_case import Selecting
+from ....session_ways import after
 
 AXIS = find_axes()["kv.codec"]
 HEADS, WIDTH, R = 4, 16, 32
@@ -140,13 +141,6 @@ def test_a_number_takes_the_bits_of_the_page():
     assert method.bits_of(At("k", 256)) == 3 + 4 * 24 / 256  # places of a byte
 
 
-def logits(case, count):
-    tokens = case.tokens(1, count + 2)
-    with case.session() as session:
-        session.run(tokens[:, :count])
-        return session.run(tokens[:, count:]), session.held_from.tolist()
-
-
 def test_the_first_and_the_newest_tokens_are_exact(stateful):
     whole, few, all_ = (
         Selecting(
@@ -155,17 +149,17 @@ def test_the_first_and_the_newest_tokens_are_exact(stateful):
         )
         for s in (0, 0.01, 1.0)
     )
-    assert np.array_equal(logits(few, 16)[0], logits(whole, 16)[0])
-    (want, _), (coarse, held), (halves, _) = (logits(case, 38) for case in (whole, few, all_))
-    assert held == [3 + 24]
+    assert np.array_equal(after(few, 16)[0], after(whole, 16)[0])
+    (want, _), (coarse, session), (halves, _) = (after(case, 38) for case in (whole, few, all_))
+    assert session.held_from.tolist() == [3 + 24]
     assert np.abs(halves - want).max() < 2e-2 < 0.1 < np.abs(coarse - want).max()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"bits": 5}, {"outliers": 0.0}, {"outliers": 1.5}, {"recent": 0}, {"first": -1}],
+test_what_makes_no_sense_is_refused = refuses(
+    "kv.codec.kvquant",
+    {"bits": 5},
+    {"outliers": 0.0},
+    {"outliers": 1.5},
+    {"recent": 0},
+    {"first": -1},
 )
-def test_what_makes_no_sense_is_refused(options):
-    (name,) = options
-    with pytest.raises(RecipeError, match=f"{name} is {options[name]}; give"):
-        AXIS.build("kvquant", **options)

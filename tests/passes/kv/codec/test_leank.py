@@ -1,5 +1,6 @@
 """LeanK: channels of the keys between sinks and window, learnt and dropped."""
 
+import models
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,8 @@ from accel.ir.tables import Observed, Rows
 from accel.passes.kv.codec._encode import Encode
 from accel.passes.trained import write
 
-from ....select_case import Selecting, close, llama
+from ....select_case import Selecting
+from ....session_ways import close
 
 AXIS = find_axes()["kv.codec"]
 T, G, D = 48, 2, 8
@@ -95,7 +97,7 @@ def test_kept_channels_are_those_of_largest_alpha_in_aligned_numbers():
 
 @pytest.fixture(scope="module")
 def program():
-    program = over_state(capture(llama(2), max_context=128))
+    program = over_state(capture(models.make("llama", 2), max_context=128))
     program.facts.max_batch = 2
     return program
 
@@ -138,8 +140,7 @@ def test_another_model_is_refused(program):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"ratio": 1.0}, {"bits": 8}, {"alignment": 0}, {"sinks": -1}, {"window": 12}],
+    "options", [{"ratio": 1.0}, {"bits": 8}, {"alignment": 0}, {"sinks": -1}, {"window": 12}]
 )
 def test_what_makes_no_sense_is_refused(options):
     (name,) = options

@@ -9,7 +9,8 @@ from accel.ir.errors import PassError
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.codec import At
 
-from ....select_case import Selecting, close, singles
+from ....select_case import Selecting
+from ....session_ways import close, singles
 
 AXIS = find_axes()["kv.codec"]
 

@@ -8,12 +8,14 @@ import torch
 from accel.compiler.over_state import over_state
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.passes.kv.codec import At
 from accel.passes.kv.codec._encode import Encode
 
 from ....prefill_case import TOKENS, built
-from ....select_case import Selecting, close, llama
+from ....refused import refuses
+from ....select_case import Selecting
+from ....session_ways import close
 
 AXIS = find_axes()["kv.codec"]
 R, D = 16, 12
@@ -127,7 +129,7 @@ def drive(case, prompt=41):
 @pytest.fixture(scope="module")
 def four():
     """A program over state, of four layers, of which the last two are a pair."""
-    made = over_state(capture(llama(4), max_context=128))
+    made = over_state(capture(models.make("llama", 4), max_context=128))
     return lambda: made.copy()
 
 
@@ -168,11 +170,13 @@ def test_models_that_it_cannot_serve_are_refused(stateful, name, words):
         Encode(codec()).run(program)
 
 
-@pytest.mark.parametrize("options", [{"bits": 5}, {"group": 3}, {"deeper": 1.5}, {"retain": -0.1}])
-def test_what_makes_no_sense_is_refused(options):
-    (name,) = options
-    with pytest.raises(RecipeError, match=f"{name} (is )?{options[name]}; give"):
-        codec(**options)
+test_what_makes_no_sense_is_refused = refuses(
+    "kv.codec.minicache",
+    {"bits": 5},
+    ({"group": 3}, "kv.codec.minicache: residual is 64; give a multiple of group = 3"),
+    {"deeper": 1.5},
+    {"retain": -0.1},
+)
 
 
 @pytest.mark.long

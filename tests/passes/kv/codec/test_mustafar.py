@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
-from accel.ir.errors import RecipeError
 from accel.passes.kv.codec import At
 
 from ....prefill_case import TOKENS, built
+from ....refused import refuses
 
 AXIS = find_axes()["kv.codec"]
 
@@ -76,8 +76,6 @@ def test_without_sparsity_only_float16_is_lost():
     assert np.abs(logits(30, sparsity=0.7) - logits(30)).max() > 0.1  # the control
 
 
-@pytest.mark.parametrize("options", [{"sparsity": 1.0}, {"sparsity": -0.1}, {"recent": 0}])
-def test_what_makes_no_sense_is_refused(options):
-    (name,) = options
-    with pytest.raises(RecipeError, match=f"{name} is {options[name]}; give"):
-        AXIS.build("mustafar", **options)
+test_what_makes_no_sense_is_refused = refuses(
+    "kv.codec.mustafar", {"sparsity": 1.0}, {"sparsity": -0.1}, {"recent": 0}
+)

@@ -25,10 +25,9 @@ from accel.ir.tables import Observed, Rows
 from accel.ir.weights import Weights
 from accel.lowering.onnx import native
 from accel.lowering.onnx.export import export
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
 from ....op_case import TRACE
+from ....session_ways import oracle, variants
 from ....test_ops import symbolic
 
 needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
@@ -264,14 +263,12 @@ def test_a_session_of_every_graph_is_that_of_the_oracle(options):
     """The bundled model with its table; the bytes are those that the report says. The control: without a codec."""
     recipe = {"kv": {"codec": {"use": "ort-gqa-kv", **options}}}
     with accel.optimize(REFERENCE, recipe, max_context=64, max_batch=2) as model:
-        oracle = CompiledModel(EagerBackend(model.program), model.facts)
-        want, bytes_ = drive(oracle.session(batch=2))
+        want, bytes_ = drive(oracle(model).session(batch=2))
         assert "gqa" in model.artifact.entries["step"].graphs
         per_token = model.report["kv_bytes_per_token"]
         assert per_token == 8 + 8 * 2 * 2 * 64 * options.get("bits", 8) // 8
-        for kernels in model.artifact.entries["step"].graphs:
-            with accel.load(model.artifact.path, kernels=kernels) as loaded:
-                got, taken = drive(loaded.session(batch=2))
+        for _, loaded in variants(model, None):
+            got, taken = drive(loaded.session(batch=2))
             assert taken == bytes_ == 2 * 256 * per_token
             apart = [np.abs(a - b).max() for a, b in zip(got, want, strict=True)]
             # where sums round otherwise, some number lies on the other side of half a step
@@ -288,10 +285,7 @@ def test_a_session_of_every_graph_is_that_of_the_oracle(options):
     [
         ({"depth": {"use": "unified-skip"}}, {"gqa", "native"}),
         (
-            {
-                "kv.score": {"use": "snapkv"},
-                "kv.budget": {"use": "uniform", "tokens_kept": 12},
-            },
+            {"kv.score": {"use": "snapkv"}, "kv.budget": {"use": "uniform", "tokens_kept": 12}},
             {"native"},
         ),
     ],
@@ -308,7 +302,7 @@ def test_layers_may_be_left_out_and_tokens_evicted(more, kernels):
             return [session.run(tokens[:, a:b]) for a, b in itertools.pairwise(cuts)]
 
     with accel.optimize(REFERENCE, recipe, max_context=64, max_batch=2) as model:
-        want = logits(CompiledModel(EagerBackend(model.program), model.facts))
+        want = logits(oracle(model))
         graphs = model.artifact.entries["step"].graphs
         assert set(graphs) & {"gqa", "native"} == kernels
         for name in kernels:

@@ -14,7 +14,8 @@ from accel.runtime.session.session import Session
 
 from ....draft_case import plain, rows_of, speculated
 from ....prefill_case import TOKENS, built
-from ....select_case import Selecting, close
+from ....select_case import Selecting
+from ....session_ways import close
 
 AXIS = find_axes()["kv.codec"]
 CODEC = AXIS.build("quantspec-kv", group=8)

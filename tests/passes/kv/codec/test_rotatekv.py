@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
-from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.codec import At
 
-from ....select_case import Selecting, close
+from ....refused import refuses
+from ....select_case import Selecting
+from ....session_ways import after, close
 
 AXIS = find_axes()["kv.codec"]
 WIDTH = 32
@@ -105,12 +106,9 @@ def test_rotations_and_the_order_lose_less_where_channels_are_outliers(bits):
 
 def drive(case, count):
     """Logits [1,2,V] after so many tokens, and the positions in codes."""
-    tokens = case.tokens(1, count + 2)
-    with case.session() as session:
-        session.run(tokens[:, :count])
-        found = session.run(tokens[:, count:])
-        state = session._core.backend._state
-        return found, state["kept.pos"].flatten().tolist() if "kept.pos" in state else []
+    found, session = after(case, count)
+    state = session._core.backend._state
+    return found, state["kept.pos"].flatten().tolist() if "kept.pos" in state else []
 
 
 @pytest.mark.long
@@ -129,8 +127,6 @@ def test_sinks_and_new_tokens_are_exact_and_eight_bits_near(stateful):
     assert 8 * np.abs(fine - want).max() < np.abs(coarse - want).max()
 
 
-@pytest.mark.parametrize("options", [{"bits": 3}, {"group": 0}, {"recent": 0}, {"first": -1}])
-def test_what_makes_no_sense_is_refused(options):
-    (name,) = options
-    with pytest.raises(RecipeError, match=f"{name} is {options[name]}; give"):
-        AXIS.build("rotatekv", **options)
+test_what_makes_no_sense_is_refused = refuses(
+    "kv.codec.rotatekv", {"bits": 3}, {"group": 0}, {"recent": 0}, {"first": -1}
+)

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
-from accel.ir.errors import RecipeError
 from accel.passes.kv._shared.tables import observed
 from accel.passes.kv.codec import At, squat
 from accel.passes.kv.codec._directions import any_columns, orthonormal
 
-from ....select_case import Selecting, close
+from ....refused import refuses
+from ....select_case import Selecting
+from ....session_ways import close
 
 AXIS = find_axes()["kv.codec"]
 R, D = 64, 48
@@ -188,10 +189,6 @@ def test_a_session_without_weight_is_that_of_kivi(stateful):
     assert np.array_equal(kivi, none) and np.abs(some - kivi).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "options", [{"weight": -1.0}, {"directions": 0}, {"channels": 0}, {"bits": 3}]
+test_what_makes_no_sense_is_refused = refuses(
+    "kv.codec.squat", {"weight": -1.0}, {"directions": 0}, {"channels": 0}, {"bits": 3}
 )
-def test_what_makes_no_sense_is_refused(options):
-    (name,) = options
-    with pytest.raises(RecipeError, match=f"kv.codec.squat: {name} is {options[name]}; give"):
-        AXIS.build("squat", **options)

@@ -9,8 +9,9 @@ import accel
 from accel.ir.errors import PassError, RecipeError
 from accel.passes.kv.keep.freqkv import FreqKV
 
-from ....kv_case import close, decoded, evicting, held, kept, oracle, recipe
+from ....kv_case import evicting, held, kept, recipe
 from ....kv_slots import B, D, G, build, choose, slots
+from ....session_ways import close, oracle, singles
 from .test_key_rerotate import fresh, rotated
 
 
@@ -146,29 +147,28 @@ def test_rows_are_as_they_are_alone(case):
     tokens = case.tokens(2, 60)
     both = case.session(2)
     both.run(tokens[:, :30], [30, 9])
-    logits = decoded(both, tokens[:, 30:50])
+    logits = singles(both, tokens[:, 30:50])
     for row, n in enumerate((30, 9)):
         alone = case.session(1)
         alone.run(tokens[[row], :n])
         if not row:
-            close(decoded(alone, tokens[[row], 30:50]), logits[[row]], 1e-3)
+            close(singles(alone, tokens[[row], 30:50]), logits[[row]], 1e-3)
     assert both.lengths.max() < 24
 
 
 @pytest.mark.long
-def test_graphs_give_what_the_oracle_does(monkeypatch):
-    monkeypatch.setattr(models, "LAYERS", 2)
+def test_graphs_give_what_the_oracle_does():
     tables = {"kv": {"score": {"use": "streaming-llm"}, "keep": {"use": "freqkv", "sinks": 2}}}
     tables["kv"] |= {"budget": {"use": "uniform", "tokens_kept": 13}, "when": FULL}
     tokens = np.random.default_rng(0).permutation(50)[None, :46].repeat(2, 0)
-    model = models.ARCHITECTURES["llama"]()
+    model = models.make("llama", 2)
     with accel.optimize(model, tables, max_context=128, max_batch=2) as compiled:
         eager = oracle(compiled)
         found = []
         for one in (compiled, eager):
             with one.session(2) as session:
                 session.run(tokens[:, :21], [21, 5])
-                found.append([*decoded(session, tokens[:, 21:45]), session.stats["kv_bytes"]])
+                found.append([*singles(session, tokens[:, 21:45]), session.stats["kv_bytes"]])
         for a, b in zip(*found, strict=True):
             close(a, b, 1e-3)
 

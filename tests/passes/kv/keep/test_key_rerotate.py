@@ -1,5 +1,7 @@
 """Tokens that stay take positions from 0 on: key-rerotate, finch, and streaming-llm's positions in the cache."""
 
+from functools import cache
+
 import models
 import numpy as np
 import pytest
@@ -14,22 +16,19 @@ from accel.passes.kv.keep.key_rerotate import KeyRerotate
 from accel.passes.kv.score.finch import Finch
 from accel.runtime.session import core
 
-from ....kv_case import close, decoded, evicting, kept, recipe
+from ....kv_case import evicting, kept, recipe
 from ....kv_slots import AXES, SCALE, B, D, G, build, choose, sets, slots, turns
+from ....session_ways import close, singles
 
-_MADE = {}
 
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def case(stateful):
+    @cache
     def made(score="streaming-llm", kept=12, model="llama", every=0, **axes):
-        key = score, kept, model, every, *axes.items()
-        if key not in _MADE:
-            tables = recipe(score, kept, **{"keep": "key-rerotate", **axes})
-            if every:
-                tables["kv.when"] = {"use": "every", "tokens": every}
-            _MADE[key] = evicting(stateful(model), tables)
-        return _MADE[key]
+        tables = recipe(score, kept, **{"keep": "key-rerotate", **axes})
+        if every:
+            tables["kv.when"] = {"use": "every", "tokens": every}
+        return evicting(stateful(model), tables)
 
     return made
 
@@ -114,7 +113,7 @@ def test_a_session_goes_on_at_the_slots_that_it_holds(case):
     assert session.lengths.tolist() == [12, 9] == session.held_from.tolist()
     for where in kept(session).values():
         assert (where[0] == np.arange(12)).all() and (where[1, :, :9] == np.arange(9)).all()
-    decoded(session, tokens[:, 40:43])
+    singles(session, tokens[:, 40:43])
     assert session.lengths.tolist() == [15, 12]
     session.rewind([13, 10])
     with pytest.raises(InputError, match="cannot rewind row 0 to 5"):
@@ -127,10 +126,9 @@ def test_a_session_goes_on_at_the_slots_that_it_holds(case):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3"])
-def test_logits_are_those_of_the_kept_keys_at_their_places(monkeypatch, name):
+def test_logits_are_those_of_the_kept_keys_at_their_places(name):
     """Of one layer, keys hold nothing of other tokens: the same as a short prompt whose tokens these are."""
-    monkeypatch.setattr(models, "LAYERS", 1)
-    program = over_state(capture(models.ARCHITECTURES[name](), max_context=128))
+    program = over_state(capture(models.make(name, 1), max_context=128))
     one = evicting(program, recipe("streaming-llm", 8, keep="key-rerotate"))
     tokens = one.tokens(1, 40)
     session = one.session(1)
@@ -139,7 +137,7 @@ def test_logits_are_those_of_the_kept_keys_at_their_places(monkeypatch, name):
     short = np.concatenate([tokens[:, :2], tokens[:, 24:30]], axis=1)
     plain = one.session(1, budget={"use": "uniform", "tokens_kept": 1 << 20})
     plain.run(short)
-    close(decoded(session, tokens[:, 30:35]), decoded(plain, tokens[:, 30:35]), 1e-3)
+    close(singles(session, tokens[:, 30:35]), singles(plain, tokens[:, 30:35]), 1e-3)
 
 
 @pytest.mark.parametrize("size", [40, 34])  # tokens move at its end, or before it alone
@@ -157,7 +155,7 @@ def test_a_prompt_in_parts_is_the_same_as_in_calls(size, case, monkeypatch):
     close(last[0], parts[2][0, 0])
     close(last[1], parts[1][1, 0])
     assert a.lengths.tolist() == b.lengths.tolist() == [12 if size == 40 else 14, 12]
-    close(decoded(a, tokens[:, 40:]), decoded(b, tokens[:, 40:]))
+    close(singles(a, tokens[:, 40:]), singles(b, tokens[:, 40:]))
 
 
 def test_text_outgrows_the_positions_of_the_model(case):
@@ -177,7 +175,7 @@ def test_forks_rows_and_failed_calls_go_on_alike(case, monkeypatch):
     session.run(tokens[:, :30], [30, 17])
     other = session.fork()
     other.select([1, 0])
-    a, b = decoded(session, tokens[:, 30:40]), decoded(other, tokens[[1, 0], 30:40])
+    a, b = singles(session, tokens[:, 30:40]), singles(other, tokens[[1, 0], 30:40])
     close(a, b[[1, 0]])
     backend = type(session._core.backend)
     monkeypatch.setattr(backend, "step", lambda *a, **k: 1 / 0)
@@ -186,7 +184,7 @@ def test_forks_rows_and_failed_calls_go_on_alike(case, monkeypatch):
         session.run(tokens[:, [40]])
     assert (session.lengths == before).all()
     monkeypatch.undo()
-    close(decoded(session, tokens[:, 40:45]), decoded(other, tokens[[1, 0], 40:45])[[1, 0]])
+    close(singles(session, tokens[:, 40:45]), singles(other, tokens[[1, 0], 40:45])[[1, 0]])
 
 
 def test_the_first_token_over_the_budget_goes(case):

@@ -17,8 +17,9 @@ from accel.ir.ops.attention import attention
 from accel.passes.kv.keep.less import Less
 from accel.passes.trained import write
 
-from ....kv_case import FOREVER, close, decoded, evicting, oracle, recipe, state
+from ....kv_case import FOREVER, evicting, recipe, state
 from ....kv_slots import D, G, R, absorbing, build, choose, slots
+from ....session_ways import close, oracle, singles
 
 MAPS = ("k1", "k2", "k3", "s1", "s2")
 
@@ -197,19 +198,17 @@ def test_rows_are_as_they_are_alone(stateful, maps):
     tokens, together = case.tokens(2, 60), case.session(2)
     together.run(tokens[:, :40], [40, 23])
     together.end_prompt()
-    found = decoded(together, tokens[:, 40:43])
+    found = singles(together, tokens[:, 40:43])
     for row, n in enumerate((40, 23)):
         alone = case.session()
         alone.run(tokens[[row], :n])
         alone.end_prompt()
-        close(found[[row]], decoded(alone, tokens[[row], 40:43]))
+        close(found[[row]], singles(alone, tokens[[row], 40:43]))
 
 
 @pytest.mark.long
 def test_graphs_give_what_the_oracle_does(tmp_path):
-    layers, models.LAYERS = models.LAYERS, 2
-    model = models.ARCHITECTURES["llama"]()
-    models.LAYERS = layers
+    model = models.make("llama", 2)
     file = tmp_path / "maps.safetensors"
     program = over_state(capture(model))
     soft = Absorbing(program, Less(), keys_of(program))

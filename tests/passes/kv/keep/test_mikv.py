@@ -1,5 +1,7 @@
 """mikv: what the score does not choose goes on in few bits, and nothing else changes."""
 
+from functools import cache
+
 import models
 import numpy as np
 import pytest
@@ -10,20 +12,10 @@ from accel.ir.errors import RecipeError
 from accel.passes.kv._shared import low
 from accel.passes.kv.keep.mikv import MiKV
 
-from ....kv_case import (
-    FOREVER,
-    LENGTHS,
-    close,
-    decoded,
-    evicting,
-    kept,
-    oracle,
-    ragged_is_alone,
-    recipe,
-    state,
-)
+from ....kv_case import FOREVER, LENGTHS, evicting, kept, ragged_is_alone, recipe, state
 from ....kv_slots import D, G, build, choose, real, sets, slots
 from ....laws.test_kv_keep import no_others
+from ....session_ways import close, oracle, singles
 
 
 def chosen(x, keep, count=5):
@@ -93,14 +85,12 @@ def test_a_token_that_is_lost_is_caught(monkeypatch, broken):
 @pytest.fixture(scope="module")
 def cases(stateful):
     """cases(keep, score) -> a small Llama that keeps 12 tokens as they are."""
-    made = {}
 
+    @cache
     def get(keep="mikv", score="knorm"):
-        if (keep, score) not in made:
-            tables = recipe(score, keep="drop")
-            tables["kv.keep"] = {"use": "mikv", "bits": 8} if keep == "mikv" else {"use": keep}
-            made[keep, score] = evicting(stateful("llama"), tables)
-        return made[keep, score]
+        tables = recipe(score, keep="drop")
+        tables["kv.keep"] = {"use": "mikv", "bits": 8} if keep == "mikv" else {"use": keep}
+        return evicting(stateful("llama"), tables)
 
     return get
 
@@ -120,7 +110,7 @@ def test_the_answer_is_near_that_of_the_whole_cache(cases):
         for one in (whole, ours):
             one.run(tokens[:, :40])
             one.end_prompt()
-        off[keep] = np.abs(decoded(whole, tokens[:, 40:44]) - decoded(ours, tokens[:, 40:44])).max()
+        off[keep] = np.abs(singles(whole, tokens[:, 40:44]) - singles(ours, tokens[:, 40:44])).max()
         assert kept(ours)[0].shape[2] == 12
     assert off["mikv"] < 0.1 < 3 * off["mikv"] < off["drop"]
 
@@ -166,9 +156,7 @@ def test_memory_is_its_formula(cases):
 
 @pytest.mark.long
 def test_graphs_give_what_the_oracle_does():
-    layers, models.LAYERS = models.LAYERS, 2
-    model = models.ARCHITECTURES["llama"]()
-    models.LAYERS = layers
+    model = models.make("llama", 2)
     tables = {"kv": {"score": {"use": "knorm"}, "keep": {"use": "mikv", "bits": 2}}}
     tables["kv"]["budget"] = {"use": "uniform", "tokens_kept": 8}
     tokens = np.random.default_rng(0).permutation(50)[None, :46].repeat(2, 0)

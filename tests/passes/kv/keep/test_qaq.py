@@ -13,9 +13,10 @@ from accel.passes.kv._shared.low import forms
 from accel.passes.kv.inputs import call
 from accel.passes.kv.keep.qaq import QAQ
 
-from ....kv_case import decoded, oracle, state
+from ....kv_case import state
 from ....kv_slots import SCALE, D, G, build, choose, named, slots
 from ....laws.test_kv_keep import demoted, no_others
+from ....session_ways import oracle, singles
 
 WIDE = {"least_bits": 1, "most_bits": 8, "window": 2}
 
@@ -161,21 +162,20 @@ def test_an_outlier_takes_no_bits_from_the_others():
 
 
 @pytest.mark.long
-def test_graphs_give_what_the_oracle_does_in_the_bytes_of_the_formula(monkeypatch):
-    monkeypatch.setattr(models, "LAYERS", 2)
+def test_graphs_give_what_the_oracle_does_in_the_bytes_of_the_formula():
     tables = {"kv": {"score": {"use": "streaming-llm", "sinks": 0}}}
     tables["kv"] |= {"keep": {"use": "qaq", "window": 2, "error": 0.3}}
     tables["kv"] |= {"budget": {"use": "uniform", "tokens_kept": 2}}
     tables["kv"] |= {"when": {"use": "generated", "tokens": 4}}
     tokens = np.random.default_rng(0).permutation(50)[None, :46].repeat(2, 0)
-    model = models.ARCHITECTURES["llama"]()
+    model = models.make("llama", 2)
     with accel.optimize(model, tables, max_context=128, max_batch=2) as compiled:
         eager = oracle(compiled)
         found = []
         for one in (compiled, eager):
             with one.session(2) as session:
                 session.prompt(tokens[:, :21], [21, 5])
-                found.append([*decoded(session, tokens[:, 21:31]), session.stats["kv_bytes"]])
+                found.append([*singles(session, tokens[:, 21:31]), session.stats["kv_bytes"]])
         for a, b in zip(*found, strict=True):  # a number between two codes may go to either
             off = np.abs(np.subtract(a, b))
             assert np.median(off) < 1e-4 and off.max() < 0.02

@@ -8,8 +8,9 @@ import torch
 from accel.ir.errors import PassError, RecipeError
 from accel.passes.kv.keep.subgen import SubGen
 
-from ....kv_case import FOREVER, close, evicting, recipe, state
+from ....kv_case import FOREVER, evicting, recipe, state
 from ....kv_slots import build
+from ....session_ways import close
 
 TOKENS, D, SCALE = 24, 5, 0.6
 

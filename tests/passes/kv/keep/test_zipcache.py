@@ -12,9 +12,10 @@ from accel.passes.kv.inputs.attends import attention_over
 from accel.passes.kv.keep.zipcache import ZipCache
 from accel.passes.kv.score.zipcache import ZipCache as Saliency
 
-from ....kv_case import decoded, oracle, state
+from ....kv_case import state
 from ....kv_slots import D, G, R, build, choose, real, slots
 from ....laws.test_kv_keep import demoted, no_others
+from ....session_ways import oracle, singles
 
 T, W = 29, 5
 
@@ -103,9 +104,7 @@ def test_the_lowest_scores_have_fewer_bits():
 @pytest.fixture(scope="module")
 def built():
     """A small Llama by the compiled graphs, and by the eager oracle."""
-    layers, models.LAYERS = models.LAYERS, 2
-    model = models.ARCHITECTURES["llama"]()
-    models.LAYERS = layers
+    model = models.make("llama", 2)
     score = {"use": "zipcache", "window": 4, "stride": 3}
     tables = {"kv": {"score": score, "keep": {"use": "zipcache"}}}
     tables["kv"] |= {"budget": {"use": "uniform", "tokens_kept": 1}}
@@ -127,7 +126,7 @@ def law_order(oracle, part):
             for name in held if turned else ():
                 if name.startswith("low.") and part in name and "channel" not in name:
                     held[name] = held[name].flip(2)
-            logits.append(decoded(session, TOKENS[:1, 40:44]))
+            logits.append(singles(session, TOKENS[:1, 40:44]))
     np.testing.assert_allclose(*logits, atol=1e-4)
 
 
@@ -151,7 +150,7 @@ def test_memory_is_its_formula(built):
     held = {n: a for n, a in state(session).items() if n.startswith("low.")}
     assert sum(a.nbytes for a in held.values()) == heads * (codes + each + classes)
     assert codes / 40 / width / 2 * 8 == pytest.approx(3.2, rel=0.1)  # 10 channels fill no bytes
-    decoded(session, TOKENS[:1, 41:47])  # six more tokens: of them four salient
+    singles(session, TOKENS[:1, 41:47])  # six more tokens: of them four salient
     after = state(session)
     assert {a.shape[2] for n, a in after.items() if "pos.salient" in n} == {28}
     assert all(a.shape[2] == 2 for n, a in after.items() if "channel_" in n)
@@ -164,7 +163,7 @@ def test_graphs_give_what_the_oracle_does(built):
     for one in built:
         with one.session(2) as session:
             session.prompt(TOKENS[:, :21], [21, 5])
-            found.append([*decoded(session, TOKENS[:, 21:31]), session.stats["kv_bytes"]])
+            found.append([*singles(session, TOKENS[:, 21:31]), session.stats["kv_bytes"]])
     for a, b in zip(*found, strict=True):  # a number between two codes may go to either
         off = np.abs(np.subtract(a, b))
         assert np.median(off) < 1e-4 and off.max() < 0.02

@@ -7,11 +7,10 @@ import pytest
 import accel
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.errors import PassError, RecipeError
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from ....kv_case import close, decoded, evicting, kept, recipe, table
+from ....kv_case import evicting, kept, recipe, table
 from ....kv_slots import AXES, B, G, build, choose, named, sets, slots
+from ....session_ways import close, oracle, singles, variants
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
@@ -97,9 +96,9 @@ def conversed(case):
     with case.session(2) as session:
         tokens = case.tokens(2, 64)
         session.prompt(tokens[:, :30], np.array([30, 21]))
-        decoded(session, tokens[:, 30:34])
+        singles(session, tokens[:, 30:34])
         session.prompt(tokens[:, 34:50], np.array([9, 16]))
-        return kept(session), decoded(session, tokens[:, 50:54])
+        return kept(session), singles(session, tokens[:, 50:54])
 
 
 def law_reuse(case, count):
@@ -183,15 +182,10 @@ def test_layers_that_share_in_every_target():
     def drive(session):
         with session:
             first = session.prompt(tokens[:, :30], np.array([30, 17]))
-            return [first, decoded(session, tokens[:, 30:36])]
+            return [first, singles(session, tokens[:, 30:36])]
 
     with accel.optimize(model, recipe_of, max_context=64, max_batch=2) as made:
-        want = drive(
-            CompiledModel(EagerBackend(made.program), made.facts, recipe=made.recipe).session(
-                batch=2
-            )
-        )
-        for kernels in made.artifact.entries["step"].graphs:
-            with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
-                for a, b in zip(drive(loaded.session(batch=2)), want, strict=True):
-                    assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+        want = drive(oracle(made).session(batch=2))
+        for kernels, loaded in variants(made):
+            for a, b in zip(drive(loaded.session(batch=2)), want, strict=True):
+                assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels

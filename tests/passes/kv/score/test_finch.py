@@ -5,7 +5,8 @@ import pytest
 
 from accel.runtime.session import core
 
-from ....kv_case import close, evicting, kept, kept_part, recipe
+from ....kv_case import evicting, kept, kept_part, recipe
+from ....session_ways import close
 
 CHUNK, KEPT = 16, 6
 LENGTHS, BEGINS = [31, 20], [26, 14]  # the second question begins in the first chunk

@@ -16,8 +16,9 @@ from accel.passes.kv.score.threshold_evict import ThresholdEvict
 from accel.passes.trained import Lesson, sample, write
 from accel.runtime.kv.budget.threshold import Threshold
 
-from ....kv_case import close, decoded, evicting, kept, recipe, state
+from ....kv_case import evicting, kept, recipe, state
 from ....kv_slots import choose, real, sets, slots
+from ....session_ways import close, singles
 
 OPTIONS = TrainOptions(rate=1e-2, minutes=1.0, budget=4, pressure=1.0, inner=8, seed=0, length=24)
 LAST = 4  # newest tokens that stay
@@ -148,7 +149,7 @@ def test_incremental_is_at_once(stateful, part):
         tokens = case.tokens(1, 31)
         with case.session(1) as session:
             session.prompt(tokens[:, :21])
-            decoded(session, tokens[:, 21:31])
+            singles(session, tokens[:, 21:31])
             session.end_prompt()
             where = kept(session)[0][0]
             lasting = [{int(p) for p in h if 0 <= p < 20} for h in where]
@@ -164,11 +165,11 @@ def test_without_a_threshold_nothing_is_lost(stateful, part):
     mine = evicting(stateful("llama"), tables(part, threshold=ALL)).session(1)
     for session in (whole, mine):
         session.prompt(tokens[:, :20])
-    close(decoded(mine, tokens[:, 20:]), decoded(whole, tokens[:, 20:]))
+    close(singles(mine, tokens[:, 20:]), singles(whole, tokens[:, 20:]))
     few = evicting(stateful("llama"), tables(part, threshold=1e30)).session(1)
     few.prompt(tokens[:, :20])
     with pytest.raises(AssertionError):
-        close(decoded(few, tokens[:, 20:]), decoded(whole, tokens[:, 20:]))
+        close(singles(few, tokens[:, 20:]), singles(whole, tokens[:, 20:]))
 
 
 def test_a_prompt_of_one_token_and_an_empty_row(stateful, part):
@@ -176,7 +177,7 @@ def test_a_prompt_of_one_token_and_an_empty_row(stateful, part):
     tokens = case.tokens(2, 9)
     with case.session(2) as session:
         session.prompt(tokens[:, :1], np.array([1, 0]))
-        assert np.isfinite(decoded(session, tokens[:, 1:])).all()
+        assert np.isfinite(singles(session, tokens[:, 1:])).all()
         assert session.lengths.tolist() == [9, 8]
 
 

@@ -16,7 +16,8 @@ from accel.passes.calibrate import feeds
 from accel.passes.kv.score.trim_kv import TrimKV
 from accel.passes.trained import like_weights, sample, write
 
-from ....kv_case import close, decoded, evicting, held, kept, recipe, state
+from ....kv_case import evicting, held, kept, recipe, state
+from ....session_ways import close, singles
 
 OPTIONS = TrainOptions(rate=1e-2, minutes=1.0, budget=4, pressure=1.0, inner=8, seed=0, length=24)
 
@@ -68,10 +69,10 @@ def test_a_budget_beyond_the_text_loses_nothing(stateful, gates):
     tokens = np.random.default_rng(0).integers(3, 60, (1, 30))
     whole = evicting(stateful("llama"), recipe("knorm", 1 << 20)).session(1)
     mine = evicting(stateful("llama"), tables(gates(), kept=1 << 20)).session(1)
-    close(decoded(mine, tokens), decoded(whole, tokens))
+    close(singles(mine, tokens), singles(whole, tokens))
     few = evicting(stateful("llama"), tables(gates(), kept=4)).session(1)
     with pytest.raises(AssertionError):
-        close(decoded(few, tokens), decoded(whole, tokens))
+        close(singles(few, tokens), singles(whole, tokens))
 
 
 def test_what_was_noted_stays_with_its_token(stateful, gates):
@@ -101,7 +102,7 @@ def test_a_rewound_token_is_noted_anew(stateful, gates):
     session.run(tokens[:, 20:23])
     session.rewind(10)
     straight.run(tokens[:, :10])
-    close(decoded(session, tokens[:, 10:20]), decoded(straight, tokens[:, 10:20]))
+    close(singles(session, tokens[:, 10:20]), singles(straight, tokens[:, 10:20]))
 
 
 # Training

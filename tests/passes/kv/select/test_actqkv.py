@@ -1,6 +1,7 @@
 """ActQKV: its probe query, blocks, budgets and table by number, one list per layer, builds, bad input."""
 
 import matrix
+import models
 import numpy as np
 import pytest
 import torch
@@ -15,15 +16,8 @@ from accel.passes.kv.select import Select
 from accel.passes.kv.select._tokens import Memory
 from accel.passes.kv.select.actqkv import Actqkv, likeliest, unusual
 
-from ....select_case import (
-    Selecting,
-    built,
-    constants,
-    law_every_target,
-    llama,
-    measured_for,
-    singles,
-)
+from ....select_case import Selecting, built, constants, measured_for
+from ....session_ways import law_every_target, singles
 
 B, T, H, G, C, D = 2, 9, 4, 2, 64, 6
 NONE = torch.zeros(B, dtype=torch.bool)
@@ -272,12 +266,12 @@ def test_a_session_reads_as_many_blocks_as_the_layer_may(stateful):
 
 @pytest.mark.long
 def test_every_target_is_that_of_the_oracle(tmp_path):
-    model = llama(1)
+    model = models.make("llama", 1)
     table = measured_for(
-        built("actqkv"), over_state(capture(model, max_context=64)), tmp_path
+        built("actqkv"), over_state(capture(model, max_context=128)), tmp_path
     ).table
     recipe = {"kv": {"select": {"use": "actqkv", **Actqkv.small, "table": table}}}
-    with accel.optimize(model, recipe, max_context=64, max_batch=2) as made:
+    with accel.optimize(model, recipe, max_context=128, max_batch=2) as made:
         law_every_target(made)
 
 
@@ -304,10 +298,7 @@ def test_a_model_without_a_table_is_refused(stateful):
         ({"chunk": 0}, "chunk is 0; give 1 to 1048576"),
         ({"floor": -1}, "floor is -1; give at least 0"),
         ({"floor": 2000}, "floor is 2000; give at most 1920 tokens"),
-        (
-            {"tokens_read": 80},
-            "size is 32, but a layer reads tokens_read - sinks = 16",
-        ),
+        ({"tokens_read": 80}, "size is 32, but a layer reads tokens_read - sinks = 16"),
         ({"every": 48}, "every is 48; give a multiple of size = 32"),
     ],
     ids=str,

@@ -1,5 +1,7 @@
 """attention-predictor: its image and list by number, what is noted when, its training, every target, bad input."""
 
+from functools import cache
+
 import models
 import numpy as np
 import pytest
@@ -19,10 +21,10 @@ from accel.ir.recipe import Recipe
 from accel.ir.tables import Observed
 from accel.passes.kv.select.attention_predictor import AttentionPredictor
 from accel.passes.trained import ALL
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from ....select_case import Selecting, built, close, measured_for, singles
+from ....refused import refuses
+from ....select_case import Selecting, built, measured_for
+from ....session_ways import close, law_every_target, singles
 
 B, H, G, D, C = 2, 4, 2, 6, 40
 LENGTHS = (35, 22)  # tokens before the newest
@@ -185,13 +187,9 @@ def test_attention_over_what_is_read_is_noted_and_nothing_elsewhere():
 
 @pytest.fixture(scope="module")
 def made(stateful):
-    kept = {}
-
+    @cache
     def get(**options):
-        key = tuple(options.items())
-        if key not in kept:
-            kept[key] = Selecting(stateful("llama"), method(dense_layers=1, **options))
-        return kept[key]
+        return Selecting(stateful("llama"), method(dense_layers=1, **options))
 
     return get
 
@@ -323,11 +321,7 @@ def test_the_bundled_part_is_the_papers_network():
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Of two layers, the second of which chooses."""
-    layers, models.LAYERS = models.LAYERS, 2
-    try:
-        model = models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    model = models.make("llama", 2)
     program = over_state(capture(model, max_context=128))
     file = measured_for(method(), program, tmp_path_factory.mktemp("part")).trained
     options = {**AttentionPredictor.small, "dense_layers": 1, "trained": file}
@@ -338,55 +332,26 @@ def compiled(tmp_path_factory):
 
 @pytest.mark.long
 def test_every_way_through_a_session_is_that_of_the_oracle(compiled):
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 70))
-
-    def drive(session):
-        with session:
-            found = [session.prompt(tokens[:, :30], np.array([30, 13]))]
-            found += [singles(session, tokens[:, 30:34]), session.run(tokens[:, 34:41])]
-            session.rewind(session.lengths - 9)
-            found += [session.run(tokens[:, 41:43]), singles(session, tokens[:, 43:45])]
-            with session.fork() as other:
-                found.append(other.run(tokens[:, 45:46]))
-            session.select([1, 0])
-            found += [singles(session, tokens[:, 45:48]), session.prompt(tokens[:, :20])]
-            found.append(singles(session, tokens[:, 40:42]))
-        return found
-
-    oracle = CompiledModel(EagerBackend(compiled.program), compiled.facts)
-    want = drive(oracle.session(batch=2))
-    for kernels in compiled.artifact.entries["step"].graphs:
-        with accel.load(compiled.artifact.path, kernels=kernels, threads=1) as model:
-            for a, b in zip(drive(model.session(batch=2)), want, strict=True):
-                assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+    law_every_target(compiled, into=0)
 
 
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"page": 16}, "page"),
-        ({"sinks": -16}, "kv.select.attention-predictor: sinks is -16; give at least 0"),
-        (
-            {"sinks": 24},
-            "kv.select.attention-predictor: sinks is 24; give a multiple of block = 16, as blocks begin there",
-        ),
-        ({"window": 0}, "kv.select.attention-predictor: window is 0; give at least 1"),
-        ({"history": 0}, "kv.select.attention-predictor: history is 0; give at least 1"),
-        ({"every": 0}, "kv.select.attention-predictor: every is 0; give at least 1"),
-        (
-            {"block": 24},
-            "kv.select.attention-predictor: block is 24; give 1, 2, 4, 8, 16, 32, 64 or 128",
-        ),
-        ({"tokens_read": 0}, "kv.select.attention-predictor: tokens_read is 0; give at least 1"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.attention-predictor",
+    ({"page": 16}, "page"),
+    ({"sinks": -16}, "kv.select.attention-predictor: sinks is -16; give at least 0"),
+    ({"sinks": 24}, "kv.select.attention-predictor: sinks is 24; give a multiple of block = 16$"),
+    ({"window": 0}, "kv.select.attention-predictor: window is 0; give at least 1"),
+    ({"history": 0}, "kv.select.attention-predictor: history is 0; give at least 1"),
+    ({"every": 0}, "kv.select.attention-predictor: every is 0; give at least 1"),
+    (
+        {"block": 24},
+        "kv.select.attention-predictor: block is 24; give 1, 2, 4, 8, 16, 32, 64 or 128",
+    ),
+    ({"tokens_read": 0}, "kv.select.attention-predictor: tokens_read is 0; give at least 1"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        assemble(Recipe(tables={"kv.select": {"use": "attention-predictor", **options}}))
 
 
 def test_drafts_are_refused():

@@ -10,10 +10,10 @@ from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Form
 from accel.passes.kv.select._units import k_means
 from accel.passes.kv.select.clusterkv import Clusterkv
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from ....select_case import built, singles
+from ....refused import refuses
+from ....select_case import built
+from ....session_ways import law_every_target
 
 ROUNDS = 5
 
@@ -89,66 +89,31 @@ def test_consecutive_clusters_are_pages_by_their_mean_key():
         assert chosen[head].tolist() == [page * p + i for p in best for i in range(page)]
 
 
-def drive(session, tokens):
-    """Logits of prompts, single tokens, several, after a rewind, of a fork, and of a second prompt."""
-    with session:
-        found = [session.prompt(tokens[:, :30], np.array([30, 13]))]
-        found += [singles(session, tokens[:, 30:48]), session.run(tokens[:, 48:55])]
-        session.rewind(session.lengths - 12)
-        found += [session.run(tokens[:, 41:46]), singles(session, tokens[:, 46:50])]
-        with session.fork() as other:
-            found.append(other.run(tokens[:, 48:49]))
-        found += [session.prompt(tokens[:, 50:60]), singles(session, tokens[:, 60:64])]
-        session.rewind(20 * (session.lengths > 45))
-        found.append(session.prompt(tokens[:, :20]))
-        found.append(singles(session, tokens[:, 20:23]))
-    return found
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("recipes", [(), ("kv-int8",)], ids=str)
 def test_every_way_through_a_session_is_that_of_the_oracle(recipes):
-    layers, models.LAYERS = models.LAYERS, 2
-    try:
-        model = models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    model = models.make("llama", 2)
     small = {"use": "clusterkv", **Clusterkv.small, "dense_layers": 1}
     recipe = [{"kv": {"select": small}}, *recipes]
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 64))
     with accel.optimize(model, recipe, max_context=128, max_batch=2, verify=not recipes) as made:
-        oracle = CompiledModel(EagerBackend(made.program), made.facts)
-        want = drive(oracle.session(batch=2), tokens)
-        for kernels in made.artifact.entries["step"].graphs:
-            with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
-                for a, b in zip(drive(loaded.session(batch=2), tokens), want, strict=True):
-                    off = np.abs(a - b).max(-1) / max(1.0, np.abs(b).max())
-                    assert (np.median(off) if recipes else off.max()) < 2e-3, kernels
+        law_every_target(made, np.median if recipes else np.max)
         per_token = 8 + 2 * 2 * 2 * 10 * 4 + 2 * (8 + 10 * 4 / 4)  # of layer 1: label, mean
         if not recipes:
             assert made.report["kv_bytes_per_token"] == per_token
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"size": 0}, "kv.select.clusterkv: size is 0; give at least 1"),
-        ({"every": 90}, "kv.select.clusterkv: every is 90; give a multiple of size = 80"),
-        ({"every": 0}, "kv.select.clusterkv: every is 0; give at least 1"),
-        ({"sinks": -1}, "kv.select.clusterkv: sinks is -1; give at least 0"),
-        ({"sinks": 1024}, "kv.select.clusterkv: sinks is 1024; give fewer than tokens_read = 1024"),
-        ({"tokens_read": 0}, "kv.select.clusterkv: tokens_read is 0; give at least 1"),
-        ({"rounds": -1}, "kv.select.clusterkv: rounds is -1; give 0 to 100"),
-        ({"rounds": 1000}, "kv.select.clusterkv: rounds is 1000; give 0 to 100"),
-        ({"page": 16}, "page"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.clusterkv",
+    ({"size": 0}, "kv.select.clusterkv: size is 0; give at least 1"),
+    ({"every": 90}, "kv.select.clusterkv: every is 90; give a multiple of size = 80"),
+    ({"every": 0}, "kv.select.clusterkv: every is 0; give at least 1"),
+    ({"sinks": -1}, "kv.select.clusterkv: sinks is -1; give at least 0"),
+    ({"sinks": 1024}, "kv.select.clusterkv: sinks is 1024; give fewer than tokens_read = 1024"),
+    ({"tokens_read": 0}, "kv.select.clusterkv: tokens_read is 0; give at least 1"),
+    ({"rounds": -1}, "kv.select.clusterkv: rounds is -1; give 0 to 100"),
+    ({"rounds": 1000}, "kv.select.clusterkv: rounds is 1000; give 0 to 100"),
+    ({"page": 16}, "page"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        accel.optimize(
-            models.tiny(), {"kv": {"select": {"use": "clusterkv", **options}}}, max_context=64
-        )
 
 
 def test_block_codecs_are_refused():

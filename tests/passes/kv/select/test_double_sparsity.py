@@ -1,31 +1,22 @@
 """double-sparsity: its channels and labels, what it equals at its limits, every target, and what is refused."""
 
+import models
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import accel
-from accel.compiler.assemble import assemble
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.ir.ops.attention import Form
-from accel.ir.recipe import Recipe
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.select import Select
 from accel.passes.kv.select import _pages as pages
 from accel.passes.kv.select.double_sparsity import DoubleSparsity
 
-from ....select_case import (
-    Selecting,
-    built,
-    close,
-    constants,
-    law_every_target,
-    llama,
-    measured_for,
-    scores,
-    singles,
-)
+from ....refused import refuses
+from ....select_case import Selecting, built, constants, measured_for, scores
+from ....session_ways import close, law_every_target, singles
 
 B, G, R, S, D = 2, 2, 3, 30, 6
 
@@ -123,7 +114,7 @@ def test_labels_change_nothing_but_memory(stateful):
 def compiled(tmp_path_factory):
     """Of two layers, the second of which chooses."""
     folder = tmp_path_factory.mktemp("table")
-    model = llama(2)
+    model = models.make("llama", 2)
     from matrix import over_state
 
     from accel.ir.capture.capture import capture
@@ -158,20 +149,14 @@ def test_the_bundled_table_ranks_all_channels():
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"page": 16}, "kv.select.double-sparsity: page is 16; give 1"),
-        ({"channels": 0}, "kv.select.double-sparsity: channels is 0; give 1 to 4096"),
-        ({"channels": 5000}, "kv.select.double-sparsity: channels is 5000; give 1 to 4096"),
-        ({"tokens_read": 0}, "kv.select.double-sparsity: tokens_read is 0; give at least 1"),
-        ({"labels": 1}, "not bool"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.double-sparsity",
+    ({"page": 16}, "kv.select.double-sparsity: page is 16; give 1"),
+    ({"channels": 0}, "kv.select.double-sparsity: channels is 0; give 1 to 4096"),
+    ({"channels": 5000}, "kv.select.double-sparsity: channels is 5000; give 1 to 4096"),
+    ({"tokens_read": 0}, "kv.select.double-sparsity: tokens_read is 0; give at least 1"),
+    ({"labels": 1}, "not bool"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        assemble(Recipe(tables={"kv.select": {"use": "double-sparsity", **options}}))
 
 
 def test_a_table_of_another_model_is_refused(stateful):

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 import accel
-from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.state import Home
 from accel.passes.kv.select._pages import Where
 
-from ....select_case import built, law_every_target, llama
+from ....refused import refuses
+from ....select_case import built
+from ....session_ways import law_every_target
 
 B, G, R, T, C, D = 2, 2, 3, 4, 96, 8
 SLOTS = torch.tensor([90, 53])
@@ -115,7 +116,9 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
         "dense_layers": 1,
         "spread": 1,
     }
-    with accel.optimize(llama(2), {"kv": {"select": small}}, max_context=128, max_batch=2) as made:
+    with accel.optimize(
+        models.make("llama", 2), {"kv": {"select": small}}, max_context=128, max_batch=2
+    ) as made:
         law_every_target(made)
         homes = {s.name for s in made.artifact.state if s.home is Home.MAPPED}
         assert homes == {"kv.1.k", "kv.1.v"}  # layer 0 reads everything
@@ -124,26 +127,15 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
         assert made.report["kv_mapped_per_token"] == 2 * 2 * 10 * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"chunk": 24}, "kv.select.leoam: chunk is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        (
-            {"chunk": 8},
-            "kv.select.leoam: chunk is 8; give a multiple of page = 16, so that a chunk has whole pages",
-        ),
-        ({"chunk": 0}, "kv.select.leoam: chunk is 0; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"chunk": 256}, "kv.select.leoam: chunk is 256; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"spread": 0}, "kv.select.leoam: spread is 0; give 1 to 1024"),
-        ({"spread": 5000}, "kv.select.leoam: spread is 5000; give 1 to 1024"),
-        ({"page": 24}, "kv.select.leoam: page is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"tokens_read": 0}, "kv.select.leoam: tokens_read is 0; give at least 1"),
-        ({"chunks": 3}, "did you mean 'chunk'"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.leoam",
+    ({"chunk": 24}, "kv.select.leoam: chunk is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"chunk": 8}, "kv.select.leoam: chunk is 8; give a multiple of page = 16$"),
+    ({"chunk": 0}, "kv.select.leoam: chunk is 0; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"chunk": 256}, "kv.select.leoam: chunk is 256; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"spread": 0}, "kv.select.leoam: spread is 0; give 1 to 1024"),
+    ({"spread": 5000}, "kv.select.leoam: spread is 5000; give 1 to 1024"),
+    ({"page": 24}, "kv.select.leoam: page is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"tokens_read": 0}, "kv.select.leoam: tokens_read is 0; give at least 1"),
+    ({"chunks": 3}, "did you mean 'chunk'"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        accel.optimize(
-            models.tiny(), {"kv": {"select": {"use": "leoam", **options}}}, max_context=64
-        )

@@ -16,10 +16,11 @@ from accel.ir.recipe import Recipe
 from accel.passes.kv.select import Select
 from accel.passes.kv.select._pages import chosen
 from accel.passes.kv.select.quest import Quest
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from ....select_case import built, singles
+from ....once import kept
+from ....refused import refuses
+from ....select_case import built
+from ....session_ways import law_every_target
 
 numbers = st.floats(-1e3, 1e3, width=32)
 
@@ -91,40 +92,16 @@ WIDE = {"page": 16, "tokens_read": 1, "dense_layers": 0}
 @pytest.fixture(scope="module")
 def made():
     """made(architecture, *recipes, **options) -> its artifact, two layers, built once."""
-    kept = {}
 
     def get(name, *recipes, **options):
-        key = (name, recipes, *options.items())
-        if key not in kept:
-            layers, models.LAYERS = models.LAYERS, 2
-            try:
-                model = models.ARCHITECTURES[name]()
-            finally:
-                models.LAYERS = layers
-            quest = {"use": "quest", "tokens_read": 12, "page": 4, "dense_layers": 1, **options}
-            recipe = [{"kv": {"select": quest}}, *recipes]
-            verify = options == {}
-            kept[key] = accel.optimize(model, recipe, max_context=128, max_batch=2, verify=verify)
-        return kept[key]
+        model = models.make(name, 2)
+        quest = {"use": "quest", "tokens_read": 12, "page": 4, "dense_layers": 1, **options}
+        recipe = [{"kv": {"select": quest}}, *recipes]
+        verify = options == {}
+        return accel.optimize(model, recipe, max_context=128, max_batch=2, verify=verify)
 
-    yield get
-    for compiled in kept.values():
-        compiled.close()
-
-
-def drive(session, tokens):
-    """Logits of a long call, of single tokens, of several, after a rewind, of a fork, of ragged rows."""
-    with session:
-        found = [session.run(tokens[:, :40]), singles(session, tokens[:, 40:43])]
-        found.append(session.run(tokens[:, 43:50]))
-        session.rewind(41)
-        found += [session.run(tokens[:, 41:46]), singles(session, tokens[:, 46:48])]
-        with session.fork() as other:
-            found.append(other.run(tokens[:, 48:49]))
-        lengths = np.array([6, 2])
-        found.append(session.run(tokens[:, 48:54], lengths))
-        found.append(session.run(tokens[:, 54:55]))
-    return found
+    with kept(get) as found:
+        yield found
 
 
 @pytest.mark.few(1)
@@ -135,14 +112,7 @@ def drive(session, tokens):
 )
 def test_every_way_through_a_session_is_that_of_the_oracle(made, name, recipes, options):
     compiled = made(name, *recipes, **options)
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 60))
-    oracle = CompiledModel(EagerBackend(compiled.program), compiled.facts)
-    want = drive(oracle.session(batch=2), tokens)
-    for kernels in compiled.artifact.entries["step"].graphs:
-        with accel.load(compiled.artifact.path, kernels=kernels, threads=1) as model:
-            for a, b in zip(drive(model.session(batch=2), tokens), want, strict=True):
-                off = np.abs(a - b).max(-1) / max(1.0, np.abs(b).max())
-                assert (np.median(off) if recipes == ("kv-int8",) else off.max()) < 2e-3, kernels
+    law_every_target(compiled, np.median if recipes == ("kv-int8",) else np.max)
 
 
 def test_what_it_keeps_is_its_formula(made):
@@ -162,26 +132,18 @@ def test_what_it_keeps_is_its_formula(made):
 # Bad input, and what is refused
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"page": 0}, "kv.select.quest: page is 0; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"page": -16}, "kv.select.quest: page is -16; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"page": 24}, "kv.select.quest: page is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"page": 256}, "kv.select.quest: page is 256; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"tokens_read": 0}, "kv.select.quest: tokens_read is 0; give at least 1"),
-        ({"tokens_read": -5}, "kv.select.quest: tokens_read is -5; give at least 1"),
-        ({"dense_layers": -1}, "kv.select.quest: dense_layers is -1; give at least 0"),
-        ({"page": 16.0}, "not int"),
-        ({"pages": 3}, "page"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.quest",
+    ({"page": 0}, "kv.select.quest: page is 0; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"page": -16}, "kv.select.quest: page is -16; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"page": 24}, "kv.select.quest: page is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"page": 256}, "kv.select.quest: page is 256; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"tokens_read": 0}, "kv.select.quest: tokens_read is 0; give at least 1"),
+    ({"tokens_read": -5}, "kv.select.quest: tokens_read is -5; give at least 1"),
+    ({"dense_layers": -1}, "kv.select.quest: dense_layers is -1; give at least 0"),
+    ({"page": 16.0}, "not int"),
+    ({"pages": 3}, "page"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        accel.optimize(
-            models.tiny(), {"kv": {"select": {"use": "quest", **options}}}, max_context=64
-        )
 
 
 def test_who_counts_attention_is_refused():

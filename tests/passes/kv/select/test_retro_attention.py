@@ -13,16 +13,15 @@ from accel.ir.program import compute
 from accel.ir.recipe import Recipe
 from accel.ir.sizes import FEW
 from accel.passes.kv.select.retro_attention import RetroAttention
-from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.loop.retro_attention import RetroAttention as Loop
-from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
 from accel.runtime.session.session import Session
 
 from ....draft_case import rows_of
-from ....select_case import Selecting, built, close, singles
+from ....select_case import built
+from ....session_ways import close, law_every_target, singles
 
 OPTIONS = {"tokens_read": 12, "page": 4, "dense_layers": 0}
 
@@ -89,22 +88,9 @@ def test_attention_over_the_union_is_the_merge_of_its_parts():
 # Sessions
 
 
-@pytest.fixture(scope="module")
-def made(stateful):
-    kept = {}
-
-    def get(name=None, **options):
-        key = (name, *options.items())
-        if key not in kept:
-            kept[key] = Selecting(stateful("llama"), built(name, **options) if name else None)
-        return kept[key]
-
-    return get
-
-
 @pytest.mark.long
-def test_calls_of_one_token_are_quests(made):
-    a, b = made("retro-attention"), made("quest")
+def test_calls_of_one_token_are_quests(selecting):
+    a, b = selecting("retro-attention"), selecting("quest")
     tokens = a.tokens(2, 60)
     with a.session(2) as x, b.session(2) as y:
         for session in (x, y):
@@ -112,9 +98,9 @@ def test_calls_of_one_token_are_quests(made):
         assert np.array_equal(singles(x, tokens[:, 40:]), singles(y, tokens[:, 40:]))
 
 
-def test_sessions_say_that_calls_of_several_tokens_differ(made):
+def test_sessions_say_that_calls_of_several_tokens_differ(selecting):
     for name, width in (("retro-attention", 1), ("quest", FEW)):
-        with made(name).session() as session:
+        with selecting(name).session() as session:
             assert session.capabilities.width == width
 
 
@@ -141,15 +127,15 @@ def law_dense(case, whole, tokens):
         close(keys(a), keys(b))
 
 
-def test_with_all_pages_nothing_is_corrected(made):
-    case = made("retro-attention", tokens_read=64)
-    law_dense(case, made(), case.tokens(1, 60))
+def test_with_all_pages_nothing_is_corrected(selecting):
+    case = selecting("retro-attention", tokens_read=64)
+    law_dense(case, selecting(), case.tokens(1, 60))
 
 
-def test_with_few_pages_something_is(made):
-    case = made("retro-attention")
+def test_with_few_pages_something_is(selecting):
+    case = selecting("retro-attention")
     with pytest.raises(AssertionError):
-        law_dense(case, made(), case.tokens(1, 60))
+        law_dense(case, selecting(), case.tokens(1, 60))
 
 
 def far(case, whole, tokens, window):
@@ -166,12 +152,12 @@ def far(case, whole, tokens, window):
 
 
 @pytest.mark.long
-def test_keys_of_tokens_that_run_again_are_nearer_to_those_of_whole_attention(made):
-    case, whole = made("retro-attention"), made()
+def test_keys_of_tokens_that_run_again_are_nearer_to_those_of_whole_attention(selecting):
+    case, whole = selecting("retro-attention"), selecting()
     tokens = case.tokens(1, 124)
     found = [far(case, whole, tokens, window) for window in (1, 2, 8)]
     assert found[0] > found[1] > found[2], found
-    quest = made("quest")
+    quest = selecting("quest")
     same = far(quest, whole, tokens, 8)
     assert abs(same - found[0]) < (found[0] - found[1]) / 2, "by the union, not by running again"
 
@@ -195,9 +181,9 @@ def pages_of(case, session, tokens, layer=0):
     return [{p for p in head if p >= 0} for head in values[wanted][0, :, 0].tolist()]
 
 
-def test_pages_that_a_token_reads_only_grow(made):
+def test_pages_that_a_token_reads_only_grow(selecting):
     """In the first layer, whose queries are those of the first time; those behind may turn elsewhere."""
-    case = made("retro-attention")
+    case = selecting("retro-attention")
     tokens = case.tokens(1, 60)
     with case.session() as session:
         session.prompt(tokens[:, :50])
@@ -213,11 +199,7 @@ def test_pages_that_a_token_reads_only_grow(made):
 def model(window=2, loop="retro-attention", **options):
     tables = {"kv": {"select": {"use": "retro-attention", **OPTIONS, **options}}}
     tables["loop"] = {"use": loop} | ({"window": window} if loop == "retro-attention" else {})
-    layers, models.LAYERS = models.LAYERS, 2
-    try:
-        module = models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    module = models.make("llama", 2)
     return accel.optimize(
         module, tables, target="eager", max_context=128, max_batch=3, verify=False
     )
@@ -313,31 +295,13 @@ def test_a_round_that_is_left_is_whole(looped):
 
 
 def test_every_way_through_a_session_is_that_of_the_oracle():
-    layers, models.LAYERS = models.LAYERS, 2
-    try:
-        module = models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    module = models.make("llama", 2)
     tables = {
         "kv": {"select": {"use": "retro-attention", **OPTIONS}},
         "loop": {"use": "retro-attention"},
     }
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 60))
-
-    def drive(session):
-        with session:
-            found = [session.run(tokens[:, :40]), singles(session, tokens[:, 40:43])]
-            found.append(session.run(tokens[:, 43:50], np.array([7, 2])))
-            session.rewind(41)
-            return [*found, session.run(tokens[:, 41:43]), singles(session, tokens[:, 43:45])]
-
     with accel.optimize(module, tables, max_context=128, max_batch=2, verify=False) as compiled:
-        oracle = CompiledModel(EagerBackend(compiled.program), compiled.facts)
-        want = drive(oracle.session(batch=2))
-        for kernels in compiled.artifact.entries["step"].graphs:
-            with accel.load(compiled.artifact.path, kernels=kernels, threads=1) as loaded:
-                for a, b in zip(drive(loaded.session(batch=2)), want, strict=True):
-                    assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+        law_every_target(compiled)
 
 
 # Bad input

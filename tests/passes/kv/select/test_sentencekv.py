@@ -1,5 +1,6 @@
 """SentenceKV: its sentences and mean queries by number, where it reads everything, marks, builds, bad input."""
 
+import models
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,8 @@ from accel.runtime.session.state.units import UnitGroups
 from ....kv_slots import SCALE, named, slots
 from ....laws.test_kv_select import lists
 from ....runtime.test_rows import growing
-from ....select_case import Selecting, built, law_every_target, llama, singles
+from ....select_case import Selecting, built
+from ....session_ways import law_every_target, singles
 
 B, T, H, G, C, D = 2, 14, 4, 2, 64, 6
 ENDS = (4, 9)
@@ -241,10 +243,10 @@ def test_the_first_choice_of_the_paper_is_snapkv_s():
 
 @pytest.mark.long
 def test_every_target_is_that_of_the_oracle():
-    model = llama(1)
+    model = models.make("llama", 1)
     small = {**Sentencekv.small, "end_ids": list(range(3, 50, 7))}
     recipe = {"kv": {"select": {"use": "sentencekv", **small}}}
-    with accel.optimize(model, recipe, max_context=64, max_batch=2) as made:
+    with accel.optimize(model, recipe, max_context=128, max_batch=2) as made:
         law_every_target(
             made, units=np.repeat([[0, 1, 2, 3, 4], [0, 0, 1, 1, 2]], 8, axis=1), lengths=[40, 13]
         )

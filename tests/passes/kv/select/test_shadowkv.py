@@ -18,7 +18,9 @@ from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select._pages import Where
 from accel.passes.kv.select.shadowkv import Shadowkv
 
-from ....select_case import Selecting, built, close, law_every_target, llama, singles
+from ....refused import refuses
+from ....select_case import Selecting, built
+from ....session_ways import close, law_every_target, singles
 
 G, R, C, D = 2, 3, 160, 8
 OWN = 150  # the slot of the token, which closes no chunk
@@ -261,7 +263,9 @@ def test_directions_are_those_of_an_svd(stateful):
 @pytest.mark.long
 def test_every_way_through_a_session_is_that_of_the_oracle():
     small = {"use": "shadowkv", **Shadowkv.small, "dense_layers": 1}
-    with accel.optimize(llama(2), {"kv": {"select": small}}, max_context=128, max_batch=2) as made:
+    with accel.optimize(
+        models.make("llama", 2), {"kv": {"select": small}}, max_context=128, max_batch=2
+    ) as made:
         law_every_target(made)
         homes = {s.name for s in made.artifact.state if s.home is Home.MAPPED}
         assert homes == {"kv.1.k", "kv.1.v"}
@@ -283,25 +287,17 @@ def test_a_codec_has_keys_of_its_own(codec):
         accel.optimize(models.tiny(), tables, max_context=64)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"outliers": -1}, "kv.select.shadowkv: outliers is -1; give 0 to 4096"),
-        ({"local": -1}, "kv.select.shadowkv: local is -1; give 0 to 4096"),
-        ({"outliers": 5000}, "kv.select.shadowkv: outliers is 5000; give 0 to 4096"),
-        ({"page": 6}, "kv.select.shadowkv: page is 6; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"low_rank": 0}, "kv.select.shadowkv: low_rank is 0; give 1 to 16384"),
-        ({"low_rank": 1 << 20}, "kv.select.shadowkv: low_rank is 1048576; give 1 to 16384"),
-        ({"tokens_read": 0}, "kv.select.shadowkv: tokens_read is 0; give at least 1"),
-        ({"outlier": 3}, "did you mean 'outliers'"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.shadowkv",
+    ({"outliers": -1}, "kv.select.shadowkv: outliers is -1; give 0 to 4096"),
+    ({"local": -1}, "kv.select.shadowkv: local is -1; give 0 to 4096"),
+    ({"outliers": 5000}, "kv.select.shadowkv: outliers is 5000; give 0 to 4096"),
+    ({"page": 6}, "kv.select.shadowkv: page is 6; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"low_rank": 0}, "kv.select.shadowkv: low_rank is 0; give 1 to 16384"),
+    ({"low_rank": 1 << 20}, "kv.select.shadowkv: low_rank is 1048576; give 1 to 16384"),
+    ({"tokens_read": 0}, "kv.select.shadowkv: tokens_read is 0; give at least 1"),
+    ({"outlier": 3}, "did you mean 'outliers'"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        accel.optimize(
-            models.tiny(), {"kv": {"select": {"use": "shadowkv", **options}}}, max_context=64
-        )
 
 
 def test_layers_that_are_deleted_are_refused():

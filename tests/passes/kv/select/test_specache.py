@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accel
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.ir.ops.attention import Form, attention
 from accel.ir.ops.groups import group_dequantize, group_quantize, midpoint_quantize
 from accel.ir.ops.pages import fetch_pages
@@ -15,7 +15,9 @@ from accel.ir.region import Conditional
 from accel.ir.state import Home
 from accel.passes.kv.select.specache import Specache
 
-from ....select_case import Selecting, built, law_every_target, llama
+from ....refused import refuses
+from ....select_case import Selecting, built
+from ....session_ways import law_every_target
 
 B, G, R, T, C, D = 2, 2, 3, 5, 64, 10
 SLOTS = torch.tensor([41, 22])  # where the tokens of a call lie
@@ -165,7 +167,9 @@ def _behind(node):
 )  # fmt: skip
 def test_every_way_through_a_session_is_that_of_the_oracle(bits, count):
     small = {"use": "specache", "tokens_read": count, "bits": bits, "group": 8, "dense_layers": 1}
-    with accel.optimize(llama(2), {"kv": {"select": small}}, max_context=128, max_batch=2) as made:
+    with accel.optimize(
+        models.make("llama", 2), {"kv": {"select": small}}, max_context=128, max_batch=2
+    ) as made:
         law_every_target(made)
         homes = {s.name for s in made.artifact.state if s.home is Home.MAPPED}
         assert homes == {"kv.1.k", "kv.1.v"}
@@ -189,19 +193,11 @@ def test_a_codec_has_keys_of_its_own():
         accel.optimize(models.tiny(), tables, max_context=64)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"bits": 3}, "kv.select.specache: bits is 3; give 1, 2, 4 or 8"),
-        ({"group": 24}, "kv.select.specache: group is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"group": 0}, "kv.select.specache: group is 0; give 1, 2, 4, 8, 16, 32, 64 or 128"),
-        ({"tokens_read": -1}, "kv.select.specache: tokens_read is -1; give at least 0"),
-        ({"bit": 2}, "did you mean 'bits'"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.specache",
+    ({"bits": 3}, "kv.select.specache: bits is 3; give 1, 2, 4 or 8"),
+    ({"group": 24}, "kv.select.specache: group is 24; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"group": 0}, "kv.select.specache: group is 0; give 1, 2, 4, 8, 16, 32, 64 or 128"),
+    ({"tokens_read": -1}, "kv.select.specache: tokens_read is -1; give at least 0"),
+    ({"bit": 2}, "did you mean 'bits'"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        accel.optimize(
-            models.tiny(), {"kv": {"select": {"use": "specache", **options}}}, max_context=64
-        )

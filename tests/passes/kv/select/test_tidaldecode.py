@@ -16,20 +16,16 @@ from accel.passes.kv.select import Layout, Select
 from accel.passes.kv.select.tidaldecode import TidalDecode
 from accel.passes.recognise import cuts
 from accel.passes.recognise.cuts import layer_groups
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from ....select_case import Selecting, built, close, singles
+from ....refused import refuses
+from ....select_case import Selecting, built
+from ....session_ways import close, law_every_target, singles
 
 DEEP = 6
 
 
 def deep(name="llama"):
-    layers, models.LAYERS = models.LAYERS, DEEP
-    try:
-        return models.ARCHITECTURES[name]()
-    finally:
-        models.LAYERS = layers
+    return models.make(name, DEEP)
 
 
 @pytest.fixture(scope="module")
@@ -186,46 +182,25 @@ def test_a_list_is_no_way_around_the_residual_stream(captured, monkeypatch):
 
 @pytest.mark.long
 def test_every_way_through_a_session_is_that_of_the_oracle():
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 60))
-    made = compiled("onnx")
-    oracle = CompiledModel(EagerBackend(made.program), made.facts)
-
-    def drive(session):
-        with session:
-            found = [session.run(tokens[:, :40]), singles(session, tokens[:, 40:43])]
-            found.append(session.run(tokens[:, 43:50], np.array([7, 2])))
-            session.rewind(41)
-            return [*found, session.run(tokens[:, 41:46]), singles(session, tokens[:, 46:48])]
-
-    want = drive(oracle.session(batch=2))
-    for kernels in made.artifact.entries["step"].graphs:
-        with accel.load(made.artifact.path, kernels=kernels, threads=1) as model:
-            for a, b in zip(drive(model.session(batch=2)), want, strict=True):
-                assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+    law_every_target(compiled("onnx"))
 
 
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"page": 16}, "kv.select.tidaldecode: page is 16; give 1"),
-        (
-            {"again": 2},
-            r"kv.select.tidaldecode: again is 2; give a layer after the first that chooses, 2 \(dense_layers\)",
-        ),
-        (
-            {"dense_layers": 9},
-            r"kv.select.tidaldecode: again is 9; give a layer after the first that chooses, 9 \(dense_layers\)",
-        ),
-        ({"tokens_read": 0}, "kv.select.tidaldecode: tokens_read is 0; give at least 1"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.tidaldecode",
+    ({"page": 16}, "kv.select.tidaldecode: page is 16; give 1"),
+    (
+        {"again": 2},
+        r"kv.select.tidaldecode: again is 2; give a layer after the first that chooses, 2 \(dense_layers\)",
+    ),
+    (
+        {"dense_layers": 9},
+        r"kv.select.tidaldecode: again is 9; give a layer after the first that chooses, 9 \(dense_layers\)",
+    ),
+    ({"tokens_read": 0}, "kv.select.tidaldecode: tokens_read is 0; give at least 1"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        assemble(Recipe(tables={"kv.select": {"use": "tidaldecode", **options}}))
 
 
 def test_methods_that_skip_layers_are_refused():

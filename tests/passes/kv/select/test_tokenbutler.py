@@ -2,6 +2,7 @@
 
 import math
 
+import models
 import numpy as np
 import pytest
 import torch
@@ -10,22 +11,22 @@ from reference_data import REFERENCE
 from tokenizers import Tokenizer
 
 import accel
-from accel.compiler.assemble import assemble
 from accel.compiler.load.source import open_source
 from accel.compiler.over_state import keys_of
 from accel.compiler.train.runs.fit import Fit
 from accel.ir.capture.capture import capture
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import PassError
 from accel.ir.ops.attention import Form, attention, operands_of
 from accel.ir.program import ancestors
-from accel.ir.recipe import Recipe
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select import Select
 from accel.passes.kv.select import _pages as pages
 from accel.passes.kv.select.tokenbutler import TokenButler, turned
 from accel.passes.trained import ALL, source, write
 
-from ....select_case import Selecting, built, close, law_every_target, llama, measured_for
+from ....refused import refuses
+from ....select_case import Selecting, built, measured_for
+from ....session_ways import close, law_every_target
 
 B, T, E, H, G, F, C = 2, 7, 32, 4, 2, 16, 12
 
@@ -182,7 +183,7 @@ def test_first_tokens_that_compete_are_caught():
 
 @pytest.fixture(scope="module")
 def two_layers():
-    return llama(2)
+    return models.make("llama", 2)
 
 
 @pytest.fixture(scope="module")
@@ -318,19 +319,13 @@ def test_no_list_needs_what_a_layer_computes(stateful):
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"page": 16}, "page"),
-        ({"sinks": -1}, "kv.select.tokenbutler: sinks is -1; give at least 0"),
-        ({"tokens_read": 0}, "kv.select.tokenbutler: tokens_read is 0; give at least 1"),
-        ({"dense_layers": -1}, "kv.select.tokenbutler: dense_layers is -1; give at least 0"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.tokenbutler",
+    ({"page": 16}, "page"),
+    ({"sinks": -1}, "kv.select.tokenbutler: sinks is -1; give at least 0"),
+    ({"tokens_read": 0}, "kv.select.tokenbutler: tokens_read is 0; give at least 1"),
+    ({"dense_layers": -1}, "kv.select.tokenbutler: dense_layers is -1; give at least 0"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        assemble(Recipe(tables={"kv.select": {"use": "tokenbutler", **options}}))
 
 
 def test_a_part_of_another_model_is_refused(stateful):

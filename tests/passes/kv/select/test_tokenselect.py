@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import accel
-from accel.ir.errors import InputError, RecipeError
+from accel.ir.errors import InputError
 from accel.ir.ops.attention import Form
 from accel.ir.ops.rope import rope
 from accel.passes.kv.select.tokenselect import Tokenselect
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.state.choice import ChoiceMemory
 
-from ....select_case import Selecting, built, singles
+from ....refused import refuses
+from ....select_case import Selecting, built
+from ....session_ways import law_every_target, singles
 
 B, H, G, C, D = 2, 4, 2, 40, 8
 LENGTHS = (35, 22)
@@ -147,40 +147,14 @@ def test_rewinds_that_are_refused_would_leave_a_trace(stateful, monkeypatch):
     assert far() > 1e-3
 
 
-def drive(session, tokens):
-    """Logits of a prompt, single tokens, several, after rewinds, of a fork, and of a second prompt."""
-    with session:
-        found = [session.prompt(tokens[:, :30], np.array([30, 13]))]
-        found += [singles(session, tokens[:, 30:34]), session.run(tokens[:, 34:41])]
-        session.rewind(session.lengths - 9)
-        found += [session.run(tokens[:, 41:43]), singles(session, tokens[:, 43:45])]
-        with session.fork() as other:
-            found.append(other.run(tokens[:, 45:46]))
-        session.select([1, 0])
-        found += [singles(session, tokens[:, 45:48]), session.prompt(tokens[:, :40])]
-        found.append(singles(session, tokens[:, 40:42]))
-    return found
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("recipes", [(), ("kv-int8",)], ids=str)
 def test_every_way_through_a_session_is_that_of_the_oracle(recipes):
-    layers, models.LAYERS = models.LAYERS, 2
-    try:
-        model = models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    model = models.make("llama", 2)
     small = {"use": "tokenselect", **Tokenselect.small, "dense_layers": 1}
     recipe = [{"kv": {"select": small}}, *recipes]
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 64))
     with accel.optimize(model, recipe, max_context=128, max_batch=2, verify=not recipes) as made:
-        oracle = CompiledModel(EagerBackend(made.program), made.facts)
-        want = drive(oracle.session(batch=2), tokens)
-        for kernels in made.artifact.entries["step"].graphs:
-            with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
-                for a, b in zip(drive(loaded.session(batch=2), tokens), want, strict=True):
-                    off = np.abs(a - b).max(-1) / max(1.0, np.abs(b).max())
-                    assert (np.median(off) if recipes else off.max()) < 2e-3, kernels
+        law_every_target(made, np.median if recipes else np.max)
 
 
 def test_without_reuse_nothing_is_remembered(stateful):
@@ -190,23 +164,15 @@ def test_without_reuse_nothing_is_remembered(stateful):
         assert session.capabilities.back is None
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"sinks": -1}, "kv.select.tokenselect: sinks is -1; give at least 0"),
-        ({"window": 0}, "kv.select.tokenselect: window is 0; give at least 1"),
-        ({"tokens_read": 0}, "kv.select.tokenselect: tokens_read is 0; give at least 1"),
-        ({"reuse": -1.5}, "kv.select.tokenselect: reuse is -1.5; give at least -1"),
-        ({"reuse": float("nan")}, "kv.select.tokenselect: reuse is nan; give at least -1"),
-        ({"page": 16}, "page"),
-    ],
-    ids=str,
+test_options_that_make_no_sense = refuses(
+    "kv.select.tokenselect",
+    ({"sinks": -1}, "kv.select.tokenselect: sinks is -1; give at least 0"),
+    ({"window": 0}, "kv.select.tokenselect: window is 0; give at least 1"),
+    ({"tokens_read": 0}, "kv.select.tokenselect: tokens_read is 0; give at least 1"),
+    ({"reuse": -1.5}, "kv.select.tokenselect: reuse is -1.5; give at least -1"),
+    ({"reuse": float("nan")}, "kv.select.tokenselect: reuse is nan; give at least -1"),
+    ({"page": 16}, "page"),
 )
-def test_options_that_make_no_sense(options, why):
-    with pytest.raises(RecipeError, match=why):
-        accel.optimize(
-            models.tiny(), {"kv": {"select": {"use": "tokenselect", **options}}}, max_context=64
-        )
 
 
 def test_genai_reads_the_whole_cache():

@@ -31,6 +31,7 @@ from accel.runtime.session.prompt.latents import PromptLatents
 
 from ....laws.test_invariants import TRIALS, holds
 from ....prefill_case import CONTEXT, LENGTHS, TOKENS, built, far, module
+from ....session_ways import variants
 from ....test_sharing import gemma3n
 
 N, AFTER = 3, 4
@@ -111,12 +112,11 @@ def test_latents_are_those_of_a_changed_copy_and_onnx_is_eager(llama):
     assert str(model.program.step.graph) == str(built("llama").program.step.graph)
     assert far(prompted(model)[0], prompted(built("llama"))[0]) > 0.05  # it does something
     compiled = built("llama", "onnx", **table)
-    for kernels in compiled.artifact.entries["step"].graphs:
-        with accel.load(compiled.artifact.path, kernels=kernels) as other:
-            assert far(prompted(other)[0], prompted(model)[0]) < 1e-4
-            assert other.facts.prefill.latents == N and {COPROCESS, EMBEDDED} <= set(
-                compiled.artifact.entries
-            )
+    for _, other in variants(compiled, None):
+        assert far(prompted(other)[0], prompted(model)[0]) < 1e-4
+        assert other.facts.prefill.latents == N and {COPROCESS, EMBEDDED} <= set(
+            compiled.artifact.entries
+        )
 
 
 @pytest.mark.parametrize("broken", ["places", "order", "first"])
@@ -309,12 +309,7 @@ def test_what_cannot_be_extended_is_refused(llama, tmp_path):
 )
 def test_models_that_cannot_be_extended(llama, model, why):
     with pytest.raises(PassError, match=f"cache-augment: .*{why}"):
-        accel.optimize(
-            model(),
-            {"prefill.prune": llama[2]},
-            max_context=64,
-            target="eager",
-        )
+        accel.optimize(model(), {"prefill.prune": llama[2]}, max_context=64, target="eager")
 
 
 @pytest.mark.long

@@ -88,7 +88,7 @@ def test_equally_unusual_queries_have_their_mean_as_probe():
     ("options", "why"),
     [
         ({"best": 0}, "best is 0; give 1 to 1024"),
-        ({"sinks": 6}, "sinks is 6 and window 4; give multiples of block = 4"),
+        ({"sinks": 6}, "sinks is 6; give a multiple of block = 4"),
         ({"window": -4}, "window is -4; give at least 0"),
         ({"window": 20}, r"sinks \+ window = 28; give less than budget = 28"),
     ],

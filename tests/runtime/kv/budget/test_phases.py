@@ -1,5 +1,7 @@
 """Prompts and generated tokens apart: marks, the budget and the moments of both, scope and shotkv."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +13,11 @@ from accel.passes.kv.refine.shotkv import ShotKV
 from accel.runtime.kv.budget.phases import Phases
 from accel.runtime.session.state._marks import Marks
 
-from ....kv_case import close, decoded, evicting, kept, state, table
+from ....kv_case import evicting, kept, state, table
 from ....kv_slots import AXES, B, G, build, choose, sets, slots
 from ....runtime.test_rows import growing
+from ....session_ways import close, singles
 
-_MADE = {}
 PROMPT, KEPT, NEW, RECENT = 30, 10, 6, 3
 
 
@@ -29,15 +31,9 @@ def tables(refine="scope", score="tova", every=1, **budget):
     return found | ({"kv.refine": table(refine)} if refine else {})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def case(stateful):
-    def made(*args, **options):
-        key = args, *options.items()
-        if key not in _MADE:
-            _MADE[key] = evicting(stateful("llama"), tables(*args, **options))
-        return _MADE[key]
-
-    return made
+    return cache(lambda *args, **options: evicting(stateful("llama"), tables(*args, **options)))
 
 
 def numbers(*values):
@@ -255,7 +251,7 @@ def test_a_second_prompt_is_cut_as_one(case):
     session, tokens = one.session(1), one.tokens(1, 60)
     session.run(tokens[:, :20])
     session.end_prompt()
-    decoded(session, tokens[:, 20:28])
+    singles(session, tokens[:, 20:28])
     session.run(tokens[:, 28:50])
     session.end_prompt()
     assert all(((w >= 0).sum(2) == KEPT).all() for w in kept(session).values())
@@ -268,12 +264,12 @@ def test_forks_and_rows_go_on_alike(case):
     session.end_prompt()
     other = session.fork()
     other.select([1, 0])
-    a, b = decoded(session, tokens[:, 30:40]), decoded(other, tokens[[1, 0], 30:40])
+    a, b = singles(session, tokens[:, 30:40]), singles(other, tokens[[1, 0], 30:40])
     close(a, b[[1, 0]])
     alone = one.session(1)
     alone.run(tokens[[1], :12])
     alone.end_prompt()
-    close(decoded(alone, tokens[[1], 30:40]), a[[1]])
+    close(singles(alone, tokens[[1], 30:40]), a[[1]])
 
 
 # shotkv
@@ -364,7 +360,7 @@ def test_a_session_keeps_examples_whole(case):
             for unit in set(units[row][:n].tolist()):
                 of = set(np.flatnonzero(units[row][:n] == unit).tolist())
                 assert of <= heads[0] or not of & heads[0]
-    decoded(session, tokens[:, PROMPT:])
+    singles(session, tokens[:, PROMPT:])
     for layer, where in kept(session).items():
         for row, n in enumerate((PROMPT, 21)):
             for a, b in zip(before[layer][row], where[row], strict=True):

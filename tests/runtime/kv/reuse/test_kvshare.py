@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.runtime.session.prompt.pieces import PieceReuse
 
 from ....pieces_case import asked, blended, put, repaired, reusing
 from ....prefill_case import built, far, module
+from ....session_ways import variants
 
 RNG = np.random.default_rng(3)
 STORED, OTHER, MORE = (RNG.integers(3, 50, n) for n in (40, 30, 8))
@@ -179,10 +179,9 @@ def test_an_artifact_does_as_the_eager_target():
     asked(model, STORED)
     want = model.generate(PROMPT.tolist(), 6, eos=[]).tokens
     artifact = reusing("kvshare", target="onnx", **OPTIONS)
-    for kernels in artifact.artifact.entries["step"].graphs:
-        with accel.load(artifact.artifact.path, kernels=kernels, threads=1) as loaded:
-            asked(loaded, STORED)
-            assert loaded.generate(PROMPT.tolist(), 6, eos=[]).tokens == want
+    for _, loaded in variants(artifact):
+        asked(loaded, STORED)
+        assert loaded.generate(PROMPT.tolist(), 6, eos=[]).tokens == want
     assert want != built("llama").generate(PROMPT.tolist(), 6, eos=[]).tokens
 
 

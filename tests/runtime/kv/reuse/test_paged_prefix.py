@@ -22,7 +22,8 @@ from accel.runtime.session.core import SessionCore
 from accel.runtime.session.prompt.prefix_cache import PrefixCache
 
 from ....prefill_case import built as made
-from ....reuse_case import BLOCK, close, named, shared
+from ....reuse_case import BLOCK, named, shared
+from ....session_ways import close, variants
 
 MODELS = ["llama", "mistral", "plain_latent"]
 
@@ -229,12 +230,11 @@ def test_an_artifact_gives_the_models_tokens(build, built):
     tokens = np.random.default_rng(0).integers(3, plain.facts.vocab_size, (3, 70))
     prompts = [tokens[0].tolist(), tokens[1, :40].tolist(), [*tokens[0, :50].tolist(), 5, 6, 7]]
     want = plain.generate(prompts, 12, eos=[]).tokens
-    for kernels in built.artifact.entries["step"].graphs:
-        with accel.load(built.artifact.path, kernels=kernels, threads=1) as model:
-            first, second = model.generate(prompts, 12, eos=[]), model.generate(prompts, 12, eos=[])
-            assert first.tokens == second.tokens == want
-            assert second.stats["reused"] == 64 + 32 + 48
-            assert model.pool["used"] == 0 < model.pool["filled"]
+    for _, model in variants(built):
+        first, second = model.generate(prompts, 12, eos=[]), model.generate(prompts, 12, eos=[])
+        assert first.tokens == second.tokens == want
+        assert second.stats["reused"] == 64 + 32 + 48
+        assert model.pool["used"] == 0 < model.pool["filled"]
     assert plain.pool is None and built.report["grade"] == "distribution-exact"
 
 
@@ -275,8 +275,7 @@ def test_the_check_after_the_pass_sees_wrong_blocks(captured, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [("bloom", "bias by position"), ("mamba", "recurrent"), ("opt", "encoder")],
+    ("name", "reason"), [("bloom", "bias by position"), ("mamba", "recurrent"), ("opt", "encoder")]
 )
 def test_models_that_cannot_are_refused(stateful, name, reason):
     program = stateful(name)

@@ -14,8 +14,8 @@ from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.modes import edits
 
-from ....reuse_case import close
 from ....session_case import session_of
+from ....session_ways import close, variants
 
 ROPES = [
     "llama",
@@ -261,11 +261,8 @@ def test_an_artifact_edits_as_the_eager_target_does(build):
             oracle.edit(2, 30, [4], row=1),
             oracle.run(tokens[:, :3]),
         ]
-    for kernels in built.artifact.entries["step"].graphs:
-        with (
-            accel.load(built.artifact.path, kernels=kernels, threads=1) as loaded,
-            loaded.session(2) as session,
-        ):
+    for _, loaded in variants(built):
+        with loaded.session(2) as session:
             session.run(tokens)
             got = [
                 session.edit(5, 9, tokens[1, :7]),
