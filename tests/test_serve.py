@@ -28,12 +28,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from accel import cli
+from accel.ir.errors import InputError
 from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
 from accel.serve.metrics import Metrics
 from accel.serve.replies import ChatReply, CompletionReply, Score, usage
+from accel.serve.server import bound
 from accel.serve.stream import EventStream
 
 from . import serve_case
@@ -524,6 +526,16 @@ def test_limits_of_time_and_the_key(artifact):
 
         error_of(http.post("/v1/completions", content=slowly()), 408)
         assert server.idle()
+
+
+def test_a_port_is_taken_before_anything_is_served():
+    """So that "serving on" is true when it is printed, and another server is refused."""
+    with bound("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(InputError, match=f"port {port} of 127.0.0.1 is in use"):
+            bound("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port), 5):
+            pass
 
 
 def test_sigterm_lets_streams_end(artifact):

@@ -18,7 +18,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that has the address; port 0: any that is free. Raises InputError."""
+    """A socket that listens at the address; port 0: any that is free. Who connects before `server` runs waits. Raises
+    InputError.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -31,6 +33,7 @@ def bound(host: str, port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(address)
+        found.listen()  # two that are only bound may share a port
     except OSError as error:
         found.close()
         if error.errno == errno.EADDRINUSE:
