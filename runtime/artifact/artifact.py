@@ -138,11 +138,9 @@ def open_artifact(
     try:
         for name, file in manifest.files.items():
             _check_file(folder, name, file)
-        with ThreadPoolExecutor(1) as pool:  # large files are read meanwhile
-            read = pool.submit(_check_hashes, folder, manifest) if hashes else None
-            _check_graphs(folder, manifest)
-        if read is not None:
-            read.result()
+        _check_graphs(folder, manifest)
+        if hashes:
+            _check_hashes(folder, manifest)
     except ArtifactError as error:
         raise ArtifactError(f"{folder}: {error}") from error
     return Artifact(folder.resolve(), manifest, signer)
