@@ -32,7 +32,7 @@ from accel.runtime.backends import clock
 from accel.runtime.backends.onnx import tune
 
 from . import captures, sampled, traces
-from .once import kept
+from .once import made_once
 from .select_case import Selecting, built
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
@@ -204,7 +204,7 @@ def deep():
             module(name), recipe, target=target, max_context=64, max_batch=2, verify=verify
         )
 
-    with kept(make) as made:
+    with made_once(make) as made:
         yield lambda name, *target, **options: (module(name), made(name, *target, **options))
 
 

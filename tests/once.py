@@ -9,7 +9,7 @@ from typing import Any
 
 
 @contextmanager
-def kept(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+def made_once(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """`make`, called once for the same arguments; what it made is closed at the end."""
     with ExitStack() as stack:
         yield cache(lambda *names, **options: stack.enter_context(make(*names, **options)))

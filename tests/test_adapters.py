@@ -26,7 +26,7 @@ from accel.runtime.session.prompt.pieces import PieceReuse
 from accel.runtime.session.prompt.prefix_cache import PrefixCache
 
 from . import adapter_case as case
-from .once import kept
+from .once import made_once
 from .session_ways import near
 
 TOKENS = np.random.default_rng(0).integers(0, 90, (3, 40))
@@ -66,7 +66,7 @@ def in_process(trained):
         options = {"target": target, "verify": False, "adapters": trained.folders}
         return accel.optimize(trained.model, **options, **SIZES)
 
-    with kept(get) as found:
+    with made_once(get) as found:
         yield found
 
 

@@ -18,7 +18,7 @@ from accel.lowering.onnx.verify import entry_error
 from accel.passes.prefill.prune.cache_augment import CacheAugment
 
 from .kv_case import recipe
-from .once import kept
+from .once import made_once
 from .test_encoder_decoder import make
 from .tree_case import with_trees
 
@@ -68,7 +68,7 @@ def build(tmp_path_factory):
             tables = {axis: {**table, "trained": str(file)} for axis, table in tables.items()}
         return optimize(model, {**tables}, max_context=64, out=out)
 
-    with kept(get) as found:
+    with made_once(get) as found:
         yield found
 
 

@@ -18,7 +18,7 @@ from accel.runtime.speculation import guard
 
 from .draft_case import against, plain, rows_of, speculated
 from .kv_case import table
-from .once import kept
+from .once import made_once
 from .prefill_case import built
 
 NAMES = ("iad", "prompt-lookup", "token-recycling")
@@ -48,7 +48,7 @@ def exactly():
         model = models.ARCHITECTURES["llama"]()
         return accel.optimize(model, [*recipes, "batch-invariant"], max_context=96, max_batch=3)
 
-    with kept(get) as found:
+    with made_once(get) as found:
         yield found
 
 

@@ -83,8 +83,8 @@ def assemble_alone(recipe: Recipe) -> Plan:
     if "sample" in recipe.tables:
         raise RecipeError(
             f"recipe '{recipe.name}': sampling is set per request, not in a recipe; leave "
-            "[sample] out, and give temperature=…, top_k=… and top_p=… when it generates (for a sampler of "
-            "your own, see docs/guides/add-a-decoding-method.md#a-sampler)"
+            "[sample] out, and give temperature=…, top_k=… and top_p=… when it generates; a sampler of your own is "
+            "called by a loop of your own (guide: Add a decoding method)"
         )
     for name, table in recipe.tables.items():
         axis = _axis(axes, recipe, name)

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from accel.ir.ops.norm import rms_norm
+from accel.ir.program import Program
+from accel.passes import Report
 from accel.passes.clean.clean import Clean
 from accel.passes.recognise.rewrite import Rewrite, Rule, Setting, Site, Value, call
 
@@ -54,7 +56,6 @@ class Norms(Rewrite):
     """
 
     after = (Clean,)
-    sign = aten.mean.dim
     rules = (
         Rule(call(aten.mul.Tensor, SCALED, WEIGHT) | SCALED, _norm),
         Rule(
@@ -63,3 +64,9 @@ class Norms(Rewrite):
             _torch_norm,
         ),
     )
+
+    def run(self, program: Program) -> Report:
+        report = super().run(program)
+        for node in program.nodes(aten.mean.dim):
+            report.refused.append(f"{node.name}: is not in x * rsqrt(mean(x²) + eps) * w")
+        return report

@@ -1,6 +1,6 @@
-"""Passes that are patterns: what a sub-graph looks like, what is checked of it, and what takes its place.
+"""Passes that replace sub-graphs: a pattern, a check and a replacement.
 
-A pattern is built as a program is read: `call(aten.mul.Tensor, Value("x"), call(aten.rsqrt.default, …))`.
+A pattern reads as a program does: `call(aten.mul.Tensor, Value("x"), call(aten.rsqrt.default, …))`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from accel.passes.clean.clean import Clean, remove_unread, replace
 from accel.passes.recognise.region import Kinds
 
 aten = torch.ops.aten
-Found = dict[str, Any]  # what a pattern's names stand for
+Bindings = dict[str, Any]  # what a pattern's names stand for
 _COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
 
 
@@ -27,8 +27,8 @@ class Pattern(ABC):
     """What an operand may be. `a | b` is either."""
 
     @abstractmethod
-    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
-        """Each way in which the operand fits beside what was found, with what is found of it."""
+    def matches(self, operand: Any, bindings: Bindings) -> Iterator[Bindings]:
+        """Each way in which the operand fits what is bound, with what it binds itself."""
 
     def __or__(self, other: Pattern) -> Pattern:
         return _Either(self, other)
@@ -41,7 +41,7 @@ class Value(Pattern):
     name: str
     fits: Callable[[fx.Node], bool] = lambda node: True
 
-    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
+    def matches(self, operand: Any, bindings: Bindings) -> Iterator[Bindings]:
         if isinstance(operand, fx.Node) and bindings.get(self.name, operand) is operand:
             if self.fits(operand):
                 yield {**bindings, self.name: operand}
@@ -54,7 +54,7 @@ class Setting(Pattern):
     name: str = ""
     kinds: tuple[type, ...] = (object,)
 
-    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
+    def matches(self, operand: Any, bindings: Bindings) -> Iterator[Bindings]:
         if isinstance(operand, self.kinds) and not isinstance(operand, fx.Node):
             yield {**bindings, self.name: operand} if self.name else bindings
 
@@ -64,7 +64,7 @@ class _Either(Pattern):
     first: Pattern
     second: Pattern
 
-    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
+    def matches(self, operand: Any, bindings: Bindings) -> Iterator[Bindings]:
         yield from self.first.matches(operand, bindings)
         yield from self.second.matches(operand, bindings)
 
@@ -76,11 +76,11 @@ class _Call(Pattern):
     name: str  # of the call itself
     shared: bool  # others may read the result, too
 
-    def matches(self, operand: Any, bindings: Found) -> Iterator[Found]:
+    def matches(self, operand: Any, bindings: Bindings) -> Iterator[Bindings]:
         if isinstance(operand, fx.Node) and (self.shared or len(operand.users) == 1):
             yield from self.ends(operand, bindings)
 
-    def ends(self, node: fx.Node, bindings: Found) -> Iterator[Found]:
+    def ends(self, node: fx.Node, bindings: Bindings) -> Iterator[Bindings]:
         """The same of the last value of a whole pattern, whoever reads it."""
         if node.target not in self.targets:
             return
@@ -104,7 +104,7 @@ def call(target: Any, *operands: Any, name: str = "", shared: bool = False) -> P
     return _Call(target if isinstance(target, tuple) else (target,), operands, name, shared)
 
 
-def _all(patterns: Any, operands: Any, bindings: Found) -> Iterator[Found]:
+def _all(patterns: Any, operands: Any, bindings: Bindings) -> Iterator[Bindings]:
     if len(patterns) != len(operands):
         return
     if not patterns:
@@ -114,7 +114,7 @@ def _all(patterns: Any, operands: Any, bindings: Found) -> Iterator[Found]:
         yield from _all(patterns[1:], operands[1:], each)
 
 
-def _one(pattern: Any, operand: Any, bindings: Found) -> Iterator[Found]:
+def _one(pattern: Any, operand: Any, bindings: Bindings) -> Iterator[Bindings]:
     if isinstance(pattern, Pattern):
         yield from pattern.matches(operand, bindings)
     elif isinstance(pattern, list):
@@ -191,15 +191,11 @@ class Rewrite(Pass):
     """A pass that is nothing but rules."""
 
     rules: ClassVar[tuple[Rule, ...]]
-    sign: ClassVar[Any] = None  # an operator of the pattern: where it is left, no rule fitted
 
     def run(self, program: Program) -> Report:
         report = Report()
         for graph in list(program.graphs()):
             rewrite(program, graph, self.rules, report)
-            for node in graph.find_nodes(op="call_function", target=self.sign) if self.sign else ():
-                shape = (type(self).__doc__ or "").partition("->")[0].strip()
-                report.refused.append(f"{node.name}: is not in {shape}")
         if report.changed:
             Clean().run(program)
         return report

@@ -105,7 +105,7 @@ def read_small(path: Path) -> bytes:
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Number of each field of a message, and where its value begins and ends; a number is where it begins."""
     while at < end:
-        key, at = (data[at], at + 1) if data[at] < 128 else _varint(data, at)
+        key, at = _varint(data, at)
         number, kind = key >> 3, key & 7
         if kind == _BYTES:
             size, at = _varint(data, at)

@@ -18,7 +18,7 @@ from accel.runtime.serve.job import Job
 from accel.runtime.session.session import Session
 
 from ..kv_case import recipe
-from ..once import kept
+from ..once import made_once
 from ..prefill_case import built
 
 BATCH = 4
@@ -46,7 +46,7 @@ def opened(toy, tmp_path_factory):
         folder = tmp_path_factory.mktemp("engine") / name
         return accel.load(toy.write(folder, LOOPS[name], max_batch=BATCH, max_context=200))
 
-    with kept(get) as found:
+    with made_once(get) as found:
         yield found
 
 

@@ -13,8 +13,8 @@ def test_every_round_begins_with_another_way_and_warm_ones_do_not_count():
 
 def test_figures_of_rounds():
     assert turns.ratios([1.0, 9.0], [2.0, 3.0]) == [0.5, 3.0]
-    assert turns.told([3.0, 1.0, 2.0], 1) == "2.0 (1.0 .. 3.0)"
-    assert turns.told([0.002], scale=1e3) == "2.00 (2.00 .. 2.00)"
+    assert turns.median_range([3.0, 1.0, 2.0], 1) == "2.0 (1.0 .. 3.0)"
+    assert turns.median_range([0.002], scale=1e3) == "2.00 (2.00 .. 2.00)"
 
 
 def test_a_table(capsys):

@@ -79,7 +79,7 @@ def row(recipe: str, fixed: float, pairs: list[tuple[dict[str, float], dict[str,
     more = sorted(((own[k] - base[k], k) for k in own), reverse=True)[:3]
     told = ", ".join(f"{k} {s:+.1f}" for s, k in more if s > 0.2)
     total = fixed + statistics.mean(sum(b.values()) for _, b in pairs)
-    turns.row(recipe, f"{total:.1f}", turns.told(ratios), told)
+    turns.row(recipe, f"{total:.1f}", turns.median_range(ratios), told)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from turns import VOCABULARY, Clock, in_turns, llama, ratios, seconds, told
+from turns import VOCABULARY, Clock, in_turns, llama, median_range, ratios, seconds
 
 import accel
 from accel.ir.axis import find_axes
@@ -134,8 +134,8 @@ def main() -> None:
         for name, (session, prompt) in open_.items():
             held = session.stats["kv_bytes"]
             line = (
-                f"{name:24} {told(taken[name], scale=1e3)} ms a call of {width}, {held / 1e6:6.1f} MB of cache, "
-                f"prompt {prompt:6.2f} s"
+                f"{name:24} {median_range(taken[name], scale=1e3)} ms a call of {width}, "
+                f"{held / 1e6:6.1f} MB of cache, prompt {prompt:6.2f} s"
             )
             if name in built:
                 line += f", {8 * held / numbers:.2f} bits of cache for each number of all tokens"

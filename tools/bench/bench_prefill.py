@@ -12,7 +12,7 @@ from functools import partial
 from statistics import median
 
 import numpy as np
-from turns import VOCABULARY, in_turns, llama, ratios, seconds, told
+from turns import VOCABULARY, in_turns, llama, median_range, ratios, seconds
 
 import accel
 
@@ -48,7 +48,7 @@ def main() -> None:
     for name, spent in taken.items():
         print(
             f"{name:14} {median(spent):6.2f} s to the first token, "
-            f"{told(ratios(taken['base'], spent))} times base, "
+            f"{median_range(ratios(taken['base'], spent))} times base, "
             f"{held[name]:6.1f} MB of cache, {built[name].tuning.kernels}"
         )
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from turns import in_turns, llama, ratios, seconds, told
+from turns import in_turns, llama, median_range, ratios, seconds
 
 import accel
 from accel.ir.axis import find_axes
@@ -126,7 +126,7 @@ def main() -> None:
     ways = {name: partial(least, *call[1:]) for name, call in calls.items()}
     taken = in_turns(ways, options.rounds)
     for name, times in taken.items():
-        of = told(ratios(times, taken["float32"]))
+        of = median_range(ratios(times, taken["float32"]))
         print(f"{name:16} {median(times) * 1e3:8.2f} ms, {of} of float32's", flush=True)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from turns import ratios, seconds, told
+from turns import median_range, ratios, seconds
 
 import accel
 from accel.lowering.onnx.variants import native
@@ -28,7 +28,7 @@ def milliseconds(work: Callable[[], Any]) -> float:
 
 
 def show(name: str, found: list[float]) -> None:
-    print(f"{name:42} {told(found, 1)} ms")
+    print(f"{name:42} {median_range(found, 1)} ms")
 
 
 def prefixes(dense: Any, paged: Any, prefix: int, rounds: int, rng: np.random.Generator) -> None:
@@ -119,7 +119,7 @@ def documents(dense: Any, blend: Any, length: int, rounds: int, rng: np.random.G
                 each.append(spent)
     for name, each in found.items():
         show(name, each)
-    print(f"times as fast: {told(ratios(*found.values()))}")
+    print(f"times as fast: {median_range(ratios(*found.values()))}")
 
 
 def blocks(
@@ -171,7 +171,7 @@ def blocks(
         for name, each in found.items():
             show(f"prefix {prefix}, {batch} rows, {name}", each)
             sessions[name].close()
-        print(f"times as fast: {told(ratios(found['gathered'], found['in place']))}")
+        print(f"times as fast: {median_range(ratios(found['gathered'], found['in place']))}")
     for model in built.values():
         model.close()
     shutil.rmtree(folder)

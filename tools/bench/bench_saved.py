@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from turns import REFERENCE, head, ratios, row, told
+from turns import REFERENCE, head, median_range, ratios, row
 
 import accel
 from accel.compiler.quality.divergence import divergence, log_odds
@@ -67,7 +67,7 @@ def main() -> None:
             size = file.stat().st_size / 1e6
         spent = (f"{median(x[1:]) * 1e3:.0f}" for x in (computed, opened, worked))
         row(
-            f"`{name}`", f"{size:.2f}", *spent, told(ratios(computed[1:], opened[1:]), 1),
+            f"`{name}`", f"{size:.2f}", *spent, median_range(ratios(computed[1:], opened[1:]), 1),
             f"{lost.kl / AFTER:.4f}", f"{lost.same / AFTER:.3f}",
         )  # fmt: skip
 

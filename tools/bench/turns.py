@@ -57,7 +57,7 @@ def ratios(a: Sequence[float], b: Sequence[float]) -> list[float]:
     return sorted(x / y for x, y in zip(a, b, strict=True))
 
 
-def told(found: Sequence[float], digits: int = 2, scale: float = 1.0) -> str:
+def median_range(found: Sequence[float], digits: int = 2, scale: float = 1.0) -> str:
     """The median, and the least and the most."""
     middle, least, most = (
         f"{scale * x:.{digits}f}" for x in (median(found), min(found), max(found))

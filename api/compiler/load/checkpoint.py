@@ -34,7 +34,7 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
 
 
-def whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
+def load_whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
     """As transformers loads it, in memory."""
     model, info = auto.from_pretrained(
         path,
@@ -46,7 +46,7 @@ def whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
     return _complete(path, model, info)
 
 
-def place_weights(shards: Shards) -> dict[str, Stored]:
+def stored_tensors(shards: Shards) -> dict[str, Stored]:
     """Each tensor of a checkpoint as a module holds it: floats are float32."""
     found = {}
     for name, tensor in shards.tensors.items():
@@ -55,7 +55,7 @@ def place_weights(shards: Shards) -> dict[str, Stored]:
     return found
 
 
-def streamed(
+def load_streamed(
     path: Path,
     config: Any,
     sources: Mapping[str, Stored],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from accel.compiler.load.checkpoint import Loaded, place_weights, streamed, whole
+from accel.compiler.load.checkpoint import Loaded, load_streamed, load_whole, stored_tensors
 from accel.compiler.load.config import auto_class, quantisation, read_config, refuse
 from accel.compiler.load.gguf import GgufModel, open_gguf
 from accel.compiler.load.gguf._file import GgufFile, is_gguf, read_gguf
@@ -61,15 +60,18 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def has_weights(self) -> bool: ...
+    def has_weights(self) -> bool:
+        """Whether there is more than a configuration."""
 
     @property
     @abstractmethod
-    def quantised(self) -> bool: ...
+    def quantised(self) -> bool:
+        """Whether its weights are in few bits."""
 
     @property
     @abstractmethod
-    def has_tokenizer(self) -> bool: ...
+    def has_tokenizer(self) -> bool:
+        """Whether its files say how text is cut into tokens."""
 
     @property
     @abstractmethod
@@ -80,8 +82,13 @@ class Source(ABC):
 class Folder(Source):
     """A Hugging Face directory, or a config.json by itself."""
 
+    @cached_property
+    def _json(self) -> dict[str, Any]:
+        """What config.json says. Raises CaptureError."""
+        return read_config(self.path)
+
     def _load(self, trust_remote_code: bool) -> Loaded:
-        path, config = self.path, read_config(self.path)
+        path, config = self.path, self._json
         refuse(path, config, trust_remote_code)
         told = quantisation(path, config)
         if not self.has_weights:
@@ -89,21 +96,21 @@ class Folder(Source):
                 f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
             )
         if any(config.get(key) for key in _OWN_WAY):
-            return Loaded(whole(path, auto_class(config), trust_remote_code), {})
+            return Loaded(load_whole(path, auto_class(config), trust_remote_code), {})
         shards = read_shards(path)
-        stored, notes = place_weights(shards), list[str]()
+        stored, notes = stored_tensors(shards), list[str]()
         if told:
             try:
                 stored, notes = dequantised(told, shards.tensors, stored, shards.pages)
             except CaptureError as error:
                 raise CaptureError(f"{path}: {error}") from None
         found = self.config(trust_remote_code)
-        return streamed(path, found, stored, shards.pages, notes)
+        return load_streamed(path, found, stored, shards.pages, notes)
 
     def config(self, trust_remote_code: bool = False) -> Any:
         from transformers import AutoConfig
 
-        refuse(self.path, read_config(self.path), trust_remote_code)
+        refuse(self.path, self._json, trust_remote_code)
         try:
             found = AutoConfig.from_pretrained(
                 self.path, local_files_only=True, trust_remote_code=trust_remote_code
@@ -119,10 +126,9 @@ class Folder(Source):
     @property
     def vocab_size(self) -> int | None:
         try:
-            found = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-            size = found.get("vocab_size")
-        except (OSError, ValueError, AttributeError):
-            return None  # which loading it will name
+            size = self._json.get("vocab_size")
+        except CaptureError:
+            return None  # loading it will say why
         return size if isinstance(size, int) else None
 
     @property
@@ -131,7 +137,7 @@ class Folder(Source):
 
     @property
     def quantised(self) -> bool:
-        return bool(read_config(self.path).get("quantization_config"))
+        return bool(self._json.get("quantization_config"))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -158,7 +164,7 @@ class Gguf(Source):
     def _load(self, trust_remote_code: bool) -> Loaded:
         stored, notes = self.model.weights()
         pages = self.file.pages
-        loaded = streamed(self.path, self.config(), stored, pages, notes, every=True)
+        loaded = load_streamed(self.path, self.config(), stored, pages, notes, every=True)
         self.model.adapt(loaded.model)
         return loaded
 

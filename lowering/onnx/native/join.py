@@ -125,7 +125,7 @@ def _offsets(g: _Graph) -> None:
             linear.output[0] = total.output[0]
             g.replace([product], total, linear)
             break
-    g.b.prune(g.outputs)  # the input's blocks, which norms are read by
+    g.b.prune(g.outputs)  # the shapes of blocks, which would be one more reader of a norm
 
 
 def _norms(g: _Graph) -> None:
@@ -173,8 +173,7 @@ def _sums(g: _Graph) -> None:
     for total in g.of("Add"):
         for own, more in (total.input, list(total.input)[::-1]):
             linear = g.only(own, "Linear", DOMAIN)
-            taken = linear is not None and "".join(linear.input[6:7])
-            if linear is None or taken or not _alike(g.b, own, more):
+            if linear is None or any(linear.input[6:7]) or not _alike(g.b, own, more):
                 continue
             _operand(linear, 6, more)
             linear.output[0] = total.output[0]

@@ -24,7 +24,7 @@ from accel.ir.tables import Tables
 from accel.passes import Pass, Report, Rewriting
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select._build import Build
-from accel.passes.kv.select._sites import dense, house, other_list
+from accel.passes.kv.select._sites import dense, other_list, set_homes
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.trained import Trained, constants
@@ -170,7 +170,7 @@ class Select(Pass):
         program.step.set_outputs(outputs)
         program.facts.selection = layout.selection
         if layout.homes:
-            house(program, sites, layout.homes)
+            set_homes(program, sites, layout.homes)
         if report.changed:
             method.finish(program)
         return report

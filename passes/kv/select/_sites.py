@@ -34,7 +34,7 @@ def dense(program: Program, node: fx.Node) -> str:
     return ""
 
 
-def house(program: Program, sites: list[fx.Node], homes: Mapping[Part, Home]) -> None:
+def set_homes(program: Program, sites: list[fx.Node], homes: Mapping[Part, Home]) -> None:
     """Say where keys and values lie of layers that no attention reads all of in each call, and what is fetched."""
     listed: set[int | None] = set()
     whole: set[int | None] = set()

@@ -20,7 +20,7 @@ from accel.runtime.serve.engine import Engine, Full, Request
 from accel.runtime.serve.phases import Phases, serving
 from accel.runtime.serve.wire import request_from_json, request_to_json
 
-from ...once import kept
+from ...once import made_once
 
 # guesses are checked at once; what is looked up only where it would have stood, which in text of this model is rare
 DRAFTS = {"loop": {"use": "jacobi"}}
@@ -93,7 +93,7 @@ def opened(toy, tmp_path_factory):
         folder = tmp_path_factory.mktemp("splitwise") / name
         return accel.load(toy.write(folder, tables, max_batch=4, max_context=200))
 
-    with kept(get) as found:
+    with made_once(get) as found:
         yield found
 
 

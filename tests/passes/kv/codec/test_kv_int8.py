@@ -16,7 +16,7 @@ from accel.ir.ops.codec import decode_rows, encode_rows
 from accel.lowering.onnx import native
 from accel.passes.kv.codec import At
 
-from ....once import kept
+from ....once import made_once
 from ....session_ways import near, oracle, recut, variants
 
 needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
@@ -77,7 +77,7 @@ def made():
         asked = ["kv-int8", *recipe]
         return accel.optimize(model, asked, max_context=128, max_batch=2)
 
-    with kept(get) as found:
+    with made_once(get) as found:
         yield found
 
 

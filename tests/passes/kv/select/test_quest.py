@@ -17,7 +17,7 @@ from accel.passes.kv.select import Select
 from accel.passes.kv.select._pages import chosen
 from accel.passes.kv.select.quest import Quest
 
-from ....once import kept
+from ....once import made_once
 from ....refused import refuses
 from ....select_case import built
 from ....session_ways import law_every_target
@@ -100,7 +100,7 @@ def made():
         verify = options == {}
         return accel.optimize(model, recipe, max_context=128, max_batch=2, verify=verify)
 
-    with kept(get) as found:
+    with made_once(get) as found:
         yield found
 
 
