@@ -94,7 +94,7 @@ def test_equal_tables_do_not_clash():
         ({"weights": {"use": "float16", "smallest": "3"}}, "smallest = '3' is str, not int"),
         ({"weights": {"smallest": 3}}, "has no `use`"),
         ({"sample": {"use": "standard"}}, "sampling is set per request, not in a recipe"),
-        ({"sample": {"use": "my-own"}}, "docs/guides/add-a-decoding-method.md#a-sampler"),
+        ({"sample": {"use": "my-own"}}, "guide: Add a decoding method"),
         ({"weights": 3}, "'weights' is a int, not a table"),
         (3, "recipe is a int"),
         ("no/such/file.toml", "no such recipe file"),
