@@ -9,7 +9,19 @@ import torch
 from torch import Tensor
 
 from accel.ir.scratch import spare
-from accel.ir.weights import Experts, Pages, Stacked, Stored
+from accel.ir.weights import Experts, Pages, Stacked, Stored, multiplied
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Numbers [N,G] in two levels: `coarse` [N,G/S] float16, one of S numbers, times `fine` [N,G] of a byte."""
+
+    coarse: Tensor
+    fine: Tensor
+
+    def numbers(self) -> Tensor:
+        """The products, float32 [N,G]."""
+        return multiplied(self.coarse, self.fine)
 
 
 @dataclass(frozen=True)
@@ -17,7 +29,8 @@ class Codes:
     """A weight [N,K] in groups of columns: (q - zero) * scale + offset, all of a number's row and group.
 
     q [N,K] uint8, below 2^bits; scales [N,G] float32; zeros [N,G] uint8. `groups` [K]: the group of each
-    column, where it is not column // group. offsets [N,G] float32, where they are not 0.
+    column, where it is not column // group. offsets [N,G] float32, where they are not 0. scale_levels and
+    offset_levels: the same numbers where they lie in two levels.
     """
 
     q: Tensor
@@ -27,6 +40,8 @@ class Codes:
     group: int
     groups: Tensor | None = None
     offsets: Tensor | None = None
+    scale_levels: Levels | None = None
+    offset_levels: Levels | None = None
 
     def weight(self) -> Tensor:
         """The float32 weight [N,K]."""
@@ -48,13 +63,24 @@ class Codes:
         """Weights of one layout, one below the other."""
         if len(parts) == 1:
             return parts[0]
+        first = parts[0]
         q, scales, zeros = (
             torch.cat(column)
             for column in zip(*((p.q, p.scales, p.zeros) for p in parts), strict=True)
         )
         known = [p.offsets for p in parts if p.offsets is not None]
-        offsets = torch.cat(known) if known else None
-        return cls(q, scales, zeros, parts[0].bits, parts[0].group, parts[0].groups, offsets)
+        return cls(
+            q, scales, zeros, first.bits, first.group, first.groups, torch.cat(known) if known else None,
+            _rows([p.scale_levels for p in parts]), _rows([p.offset_levels for p in parts]),
+        )  # fmt: skip
+
+
+def _rows(parts: Sequence[Levels | None]) -> Levels | None:
+    """Levels one below the other, where all have some."""
+    known = [p for p in parts if p is not None]
+    if len(known) < len(parts):
+        return None
+    return Levels(torch.cat([p.coarse for p in known]), torch.cat([p.fine for p in known]))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -145,6 +145,11 @@ class Stored:
         return value
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that it takes where it is written."""
+        return self.blank.nbytes
+
+    @property
     def layout(self) -> Hashable:
         """What weights must have in common to be stacked as they lie; none of those that lie as numbers."""
         return None
@@ -200,6 +205,70 @@ class Experts(Stored):
         for place, expert in zip(stack, self.experts, strict=True):
             place.copy_(expert.read())
         return stack
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Factored(Stored):
+    """Float32 numbers [N,B] as products, multiplied at each reading: `coarse` [N,B/S] float16, one of S numbers, times
+    `fine` [N,B], whole numbers of a byte. `source` only shows the shape.
+    """
+
+    coarse: Stored
+    fine: Stored
+
+    @classmethod
+    def of_parts(cls, coarse: Stored, fine: Stored) -> Factored:
+        """The products of these parts."""
+        source = torch.empty(fine.blank.shape, device="meta")
+        return cls(source=source, coarse=coarse, fine=fine)
+
+    @property
+    def nbytes(self) -> int:
+        return self.coarse.nbytes + self.fine.nbytes
+
+    def _value(self) -> Tensor:
+        return multiplied(self.coarse.read(), self.fine.read())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Offsets(Stored):
+    """Float32 offsets [B,N] of blocks [N,B] whose zero point lies `middle` codes higher than where they were made:
+    `least`, and `middle` times the scales, the parameter `scales_name`. `source` only shows the shape.
+    """
+
+    scales_name: str
+    scales: Stored
+    least: Stored
+    middle: int
+
+    @classmethod
+    def of_blocks(cls, scales_name: str, scales: Stored, least: Stored, middle: int) -> Offsets:
+        """Those of blocks with these scales."""
+        source = torch.empty(least.blank.t().shape, device="meta")
+        return cls(
+            source=source, scales_name=scales_name, scales=scales, least=least, middle=middle
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.least.nbytes
+
+    def _value(self) -> Tensor:
+        numbers = self.least.read().float() + self.middle * self.scales.read().float()
+        return numbers.t().contiguous()
+
+
+def composed(stored: Stored) -> Factored | Offsets | None:
+    """What is computed of parts at each reading, where nothing is done to it after."""
+    return stored if isinstance(stored, (Factored, Offsets)) and not stored.changes else None
+
+
+def multiplied(coarse: Tensor, fine: Tensor) -> Tensor:
+    """coarse [N,B/S] times fine [N,B] -> float32 [N,B]."""
+    each = fine.shape[1] // coarse.shape[1]
+    numbers = fine.float().unflatten(1, (-1, each)) * coarse.float().unsqueeze(2)
+    flat: Tensor = numbers.flatten(1)
+    return flat
 
 
 @dataclass(frozen=True)
@@ -280,8 +349,12 @@ class Weights(MutableMapping[str, Tensor]):
 
     def put_away(self, name: str, tensor: Tensor) -> None:
         """A parameter that a pass made: a large one goes to a temporary file, not to memory."""
+        self[name] = self.hold(tensor)
+
+    def hold(self, tensor: Tensor) -> Stored:
+        """The same of a part of a parameter, which has no name of its own."""
         large = tensor.nbytes >= mmap.ALLOCATIONGRANULARITY
-        self[name] = self._scratch.keep(tensor) if large else tensor
+        return self._scratch.keep(tensor) if large else Stored(tensor)
 
     def stack(self, new: str, parts: Sequence[str | Tensor]) -> None:
         """`new` is these parameters (or tensors) one below the other, put together at each reading."""
@@ -290,8 +363,8 @@ class Weights(MutableMapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters as they are read."""
-        return sum(item.blank.nbytes for item in self._items.values())
+        """Bytes of all parameters as they are written."""
+        return sum(item.nbytes for item in self._items.values())
 
 
 def stand_in(shape: torch.Size) -> Tensor:

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 
 import accel
 from accel.ir.ops.quantized import dequantize, pack, round_activations
+from accel.ir.weights import multiplied
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import join
 from accel.lowering.onnx.native.compile import find_compiler
@@ -89,9 +90,9 @@ def reference(x, q, scales, zeros, bits, block):
 
 
 def of_offsets(x, offsets, block):
-    """What offsets [blocks,N] add, in float64."""
+    """What offsets [N,blocks] add, in float64."""
     wide = torch.nn.functional.pad(x, (0, -x.shape[-1] % block)).double()
-    return wide.unflatten(-1, (-1, block)).sum(-1) @ offsets.double()
+    return wide.unflatten(-1, (-1, block)).sum(-1) @ offsets.double().t()
 
 
 FORMS = [
@@ -124,7 +125,7 @@ def test_every_form_may_have_offsets(form, exact, tmp_path):
     bits, block, zeros = form
     for k, n in SIZES:
         q, scales, points = weight(bits, block, k, n, zeros)
-        offsets = torch.randn(scales.shape[1], n, generator=torch.Generator().manual_seed(1)) * 0.05
+        offsets = torch.randn(scales.shape, generator=torch.Generator().manual_seed(1)) * 0.05
         given = ["x", q, scales, points, None, None, None, offsets]
         run = linear(tmp_path, given, bits=bits, block=block, exact=exact)
         for rows in (1, 2, 3, 7, 27):
@@ -137,6 +138,51 @@ def test_every_form_may_have_offsets(form, exact, tmp_path):
             torch.testing.assert_close(found, want, atol=near, rtol=0)
             other = products + of_offsets(round_activations(x, block), offsets, block)
             assert (found - other).abs().max() > near
+
+
+def levels(n, blocks, dtype, seed):
+    """coarse [n,few], fine [n,blocks], and their products; `dtype` of the fine ones, or none for one level."""
+    rng = torch.Generator().manual_seed(seed)
+    if dtype is None:
+        coarse = (torch.randn(n, blocks, generator=rng) * 0.02).half()
+        coarse[0, :3] = torch.tensor([6e-8, -3e-5, 0.0])  # without an exponent of their own
+        return coarse, None, coarse.float()
+    each = 8 if dtype == torch.uint8 else 16
+    coarse = (torch.randn(n, blocks // each, generator=rng) * 1e-3).half()
+    low, high = (0, 64) if dtype == torch.uint8 else (-128, 128)
+    fine = torch.randint(low, high, (n, blocks), generator=rng).to(dtype)
+    return coarse, fine, multiplied(coarse, fine)
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+@pytest.mark.parametrize("least", ["none", None, torch.uint8, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.uint8, torch.int8], ids=str)
+def test_scales_and_offsets_are_read_as_they_lie(dtype, least, exact, tmp_path):
+    """In float16, or in two levels. The control: without the middle that offsets are moved by it is another result."""
+    for bits, block, k, n in [
+        (4, 32, 1024, 33),
+        (8, 16, 512, 40),
+        (4, 16, 256, 3),
+        (8, 32, 512, 130),
+    ]:
+        q, _, _ = weight(bits, block, k, n)
+        coarse, fine, scales = levels(n, k // block, dtype, 1)
+        given, middle = ["x", q, coarse, *[None] * 5, fine], 2 ** (bits - 1)
+        if least != "none":
+            given[7], fine_least, offsets = levels(n, k // block, least, 2)
+            given.append(fine_least)
+            offsets = offsets + middle * scales
+        run = linear(tmp_path, given, bits=bits, block=block, exact=exact, middle=middle)
+        for rows in (1, 2, 3, 4, 9, 27):
+            x = torch.randn(1, rows, k, generator=torch.Generator().manual_seed(rows))
+            want = reference(x, q, scales, None, bits, block)
+            if least != "none":
+                want = want + of_offsets(x, offsets, block)
+            near = 2e-6 * float(want.abs().max())
+            torch.testing.assert_close(run(x=x).double(), want, atol=near, rtol=0)
+            if least != "none":
+                wrong = want - middle * of_offsets(x, scales, block)
+                assert (run(x=x).double() - wrong).abs().max() > near
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of AVX2")
@@ -164,7 +210,7 @@ def test_rows_are_equal_bit_for_bit(form, tmp_path):
     bits, block = form
     q, scales, _ = weight(bits, block, 704, 300)
     more, norm = torch.randn(1, 33, 300), torch.rand(704)
-    offsets = torch.randn(scales.shape[1], 300) * 0.05
+    offsets = torch.randn(scales.shape) * 0.05
     given = ["x", q, scales, None, None, norm, "more", offsets]
     x = torch.randn(1, 33, 704)
 
@@ -200,7 +246,7 @@ def test_what_stands_around_it(gate, tmp_path):
     k, n = 96, 2 * 37
     q, scales, _ = weight(4, 32, k, n)
     bias, norm = torch.randn(n), torch.rand(k)
-    for offsets in (None, torch.randn(k // 32, n) * 0.05):
+    for offsets in (None, torch.randn(n, k // 32) * 0.05):
         given = ["x", q, scales, None, bias, norm, "more", offsets]
         run = linear(tmp_path, given, bits=4, block=32, gate=gate, epsilon=1e-3)
         for repeat in (1, 3):  # few rows, and so many that weights are turned
@@ -236,7 +282,7 @@ def test_sizes_that_do_not_fit_are_an_error_not_a_crash(tmp_path):
     run = linear(tmp_path, ["x", q, scales, None, None, None, "more"], bits=4, block=32)
     with pytest.raises(Exception, match="Linear: "):
         run(x=torch.zeros(1, 2, 64), more=torch.zeros(1, 1, 8))
-    for offsets in (torch.zeros(8, 2), torch.zeros(3, 8)):
+    for offsets in (torch.zeros(2, 8), torch.zeros(8, 3)):
         run = linear(tmp_path, ["x", q, scales, *[None] * 4, offsets], bits=4, block=32)
         with pytest.raises(Exception, match="Linear: "):
             run(x=torch.zeros(1, 2, 64))
@@ -310,7 +356,8 @@ def test_a_llama_layer_is_six_nodes():
         layer = ["Linear", "Place", "Attention", "Linear", "Linear", "Linear"]
         found = [op for op in ops(compiled) if op in layer]
         assert found == 2 * layer + ["Linear"]
-        assert not {"RMSNormalization", "Add", "Mul", "Split", "Reshape"} & set(ops(compiled))
+        layers = ops(compiled)[ops(compiled).index("Linear") :]  # behind the embedding
+        assert not {"RMSNormalization", "Add", "Mul", "Split", "Reshape"} & set(layers)
 
 
 def test_a_wrong_join_is_refused(monkeypatch):

@@ -125,7 +125,7 @@ def test_an_artifact_of_codes(llama, tmp_path):
     rest = floats["lm_head.weight"].numel() + floats["model.embed_tokens.weight"].numel()
     blocks = linear // 32
     zeros = blocks // 2 + 64 // 2  # a row of down_proj has three blocks, and pads a byte
-    assert report["weights"]["bytes"] == linear // 2 + blocks * 4 + zeros + rest * 4
+    assert report["weights"]["bytes"] == linear // 2 + blocks * 2 + zeros + rest * 4
     assert report["loss"]["kl"] < 0.02
 
 
@@ -134,7 +134,7 @@ def test_an_explanation_counts_codes(llama, tmp_path):
     config, writer, _ = FORMATS["gptq"]
     quantise(llama, tmp_path, config, writer)
     told = explain("base", tmp_path, max_context=64, speed=False)
-    assert told.grade == "approximate" and told.weights.inner["int4"] == 30720 // 2 + 960 * 4 + 512
+    assert told.grade == "approximate" and told.weights.inner["int4"] == 30720 // 2 + 960 * 2 + 512
     assert [line.changed for line in told.rewrites if line.name == "Kept"] == [4]
     assert "7 weights of the checkpoint are quantised (gptq)" in told.notes
 

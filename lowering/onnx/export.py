@@ -26,7 +26,7 @@ from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
 from accel.ir.region import Conditional, Entry, Region, graphs_of
 from accel.ir.state import state_of
-from accel.ir.weights import Stored
+from accel.ir.weights import Stored, composed
 from accel.lowering import Table
 from accel.lowering.onnx import rules
 from accel.lowering.onnx.probe import attention_probe, products_probe
@@ -194,6 +194,8 @@ def _map_params(program: Program, weights: WeightsFile, file: Path) -> None:
     """Let the program read its parameters out of the file, so that the model's memory can go."""
     storage: Any = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
     for name in list(program.params):
+        if composed(program.params.stored(name)):
+            continue  # its parts lie in files of their own
         blank = program.params.blank(name)
         for stored, flipped in ((name, False), (f"{name}.T", True)):
             offset = weights.offset(stored)

@@ -15,16 +15,18 @@ from typing import Any
 import numpy.typing as npt
 import onnx
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from accel.ir.capture.examples import side_inputs
 from accel.ir.entries import kind_of
 from accel.ir.entries.step import STEP
 from accel.ir.errors import LoweringError
+from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
 from accel.ir.state import Part, state_of, writes_state
 from accel.ir.ties import TOPK
+from accel.ir.weights import Stored, composed
 from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.rules.accel_ops import BLOCK
@@ -243,6 +245,18 @@ def _rows(got: Tensor, want: Tensor, equal: bool = False) -> Tensor:
     return off.amax(-1).flatten() if off.dim() else off.reshape(1)
 
 
+def _scales(program: Program) -> Iterator[Stored]:
+    """Those of the products of few bits."""
+    for node in program.nodes(*PRODUCTS):
+        if isinstance(scales := operand_of(node, "scales"), fx.Node) and scales.op == "get_attr":
+            yield program.params.stored(str(scales.target))
+
+
+def _computed(scales: Stored) -> bool:
+    """Whether nodes make them of constants: MatMulNBits computes otherwise where nobody has done so before."""
+    return composed(scales) is not None or scales.blank.dtype is not torch.float32
+
+
 def _open(program: Program, file: Path, exact: bool = False) -> ort.InferenceSession:
     """A session of a graph; `exact`: products of few bits take their inputs as they are."""
     options = ort.SessionOptions()
@@ -255,7 +269,8 @@ def _open(program: Program, file: Path, exact: bool = False) -> ort.InferenceSes
     if not program.nodes(*PRODUCTS):  # which computes otherwise when it is not packed
         options.add_session_config_entry("session.disable_prepacking", "1")
     unwanted = []
-    if any(program.params.blank(n).dtype is torch.float16 for n in program.params):
+    half = any(program.params.blank(n).dtype is torch.float16 for n in program.params)
+    if half and not any(map(_computed, _scales(program))):
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         unwanted = ["ConstantFolding"]  # which the higher levels do all the same
     try:

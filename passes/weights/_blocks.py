@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.axis import option
+from accel.ir.codes import Levels
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.op import operand_of
@@ -24,7 +25,7 @@ from accel.ir.ops.quantized import (
 from accel.ir.ops.rope import rope
 from accel.ir.ops.rows import lookup
 from accel.ir.program import Editor, Program
-from accel.ir.weights import Origin, Stored
+from accel.ir.weights import Factored, Origin, Stored, Weights
 from accel.passes import Report
 from accel.passes.clean.clean import forget_unused, replace
 from accel.passes.recognise.experts import routes
@@ -49,10 +50,15 @@ class Packed:
     zeros: Tensor | None
     bits: int
     block: int
+    levels: Levels | None = None  # the scales of a weight [N,K], where they lie in two levels
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.q, self.scales, self.zeros) if t is not None)
+
+    def name_of(self, site: Site, part: str = "") -> str:
+        """What its parts are called as parameters: its codes, and behind a dot `scales` and `zeros`."""
+        return f"{site.name}.int{self.bits}" + (f".{part}" if part else "")
 
 
 @dataclass
@@ -202,7 +208,7 @@ def steps(blocks: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
     middle, top = 2 ** (bits - 1), 2**bits - 1
     if symmetric:
         low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-        scales = stored_scales(torch.where(-low >= high, low, high) / -middle)
+        scales = rounded_scales(torch.where(-low >= high, low, high) / -middle)
         return scales, torch.full_like(scales, middle)
     low = blocks.amin(-1, keepdim=True).clamp(max=0)
     high = blocks.amax(-1, keepdim=True).clamp(min=0)
@@ -211,17 +217,31 @@ def steps(blocks: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
     return scales, (-low / scales).round().clamp(0, top)
 
 
-def stored_scales(scales: Tensor) -> Tensor:
+def rounded_scales(scales: Tensor) -> Tensor:
     """Symmetric ones, rounded to bfloat16, in which they are stored: codes are those of the rounded ones. 1 in place
     of 0.
     """
     return torch.where(scales == 0, 1, scales).bfloat16().float()
 
 
-def _stored(scales: Tensor) -> Tensor:
-    """In bfloat16 where that holds them exactly: those of a checkpoint it may not."""
-    half = scales.bfloat16()
-    return half if torch.equal(half.float(), scales) else scales
+def narrowed(numbers: Tensor) -> Tensor:
+    """In bfloat16 or float16 where one of them holds all exactly: those of a checkpoint they may not."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal((half := numbers.to(dtype)).float(), numbers):
+            return half
+    return numbers
+
+
+def factored(params: Weights, levels: Levels) -> Factored:
+    """Numbers in two levels, each put away."""
+    return Factored.of_parts(params.hold(levels.coarse), params.hold(levels.fine))
+
+
+def stored_scales(params: Weights, packed: Packed) -> Stored:
+    """A weight's scales in as few bytes as hold them exactly; those of experts in float32."""
+    if packed.levels is not None:
+        return factored(params, packed.levels)
+    return params.hold(packed.scales if packed.scales.dim() > 2 else narrowed(packed.scales))
 
 
 def encode(blocks: Tensor, scales: Tensor, offsets: Tensor, bits: int) -> Tensor:
@@ -240,27 +260,28 @@ def insert(
     packed: Packed,
     off: float = CORRECTED,
     weight: Stored | None = None,
+    scales: Stored | None = None,
 ) -> None:
     """Let a site's nodes read the packed weight; the results go to a file, not to memory.
 
     weight: what it stands for, [N,K] or [X,N,K], by default the site's; off: how many steps of its codes a row may be
-    off. The numeric check goes by both.
+    off. The numeric check goes by both. scales: as `stored_scales` has put them away.
     """
-    stem = f"{site.name}.int{packed.bits}"
+    stem = packed.name_of(site)
     if weight is None:
         stored = program.params.stored(site.name)
         weight = stored.changed(_turned) if site.transposed else stored
     program.params.origins[stem] = Origin(weight, off)
-    names = {"q": stem, "scales": f"{stem}.scales", "zeros": f"{stem}.zeros"}
-    held_as = packed.scales if site.experts else _stored(packed.scales)
-    for part, tensor in {"q": packed.q, "scales": held_as, "zeros": packed.zeros}.items():
+    names = {"q": stem, **{part: packed.name_of(site, part) for part in ("scales", "zeros")}}
+    program.params[names["scales"]] = scales or stored_scales(program.params, packed)
+    for part, tensor in {"q": packed.q, "zeros": packed.zeros}.items():
         if tensor is not None:
             program.params.put_away(names[part], tensor)
     width = int(program.params.blank(site.name).shape[1])
     for node in site.nodes:
         editor = Editor(program, node.graph)
         with node.graph.inserting_before(node):
-            q, scales = editor.param(names["q"]), editor.param(names["scales"])
+            q, steps_of = editor.param(names["q"]), editor.param(names["scales"])
             zeros = None if packed.zeros is None else editor.param(names["zeros"])
             sizes = (packed.bits, packed.block)
             if node in site.linears:
@@ -269,7 +290,7 @@ def insert(
                     quantized_linear.default,
                     operand_of(node, "input"),
                     q,
-                    scales,
+                    steps_of,
                     zeros,
                     bias,
                     *sizes,
@@ -281,14 +302,14 @@ def insert(
                     operand_of(node, "x"),
                     operand_of(node, "ids"),
                     q,
-                    scales,
+                    steps_of,
                     zeros,
                     *sizes,
                     like=node,
                 )
             else:
                 new = editor.call(
-                    quantized_embedding.default, operand_of(node, "indices"), q, scales, zeros, *sizes, width,
+                    quantized_embedding.default, operand_of(node, "indices"), q, steps_of, zeros, *sizes, width,
                     like=node,
                 )  # fmt: skip
         replace(node, new)

@@ -14,11 +14,22 @@ from accel.ir.codes import Codes, codes_of, expert_codes, holds_codes
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import pack
 from accel.ir.program import Editor, Program
-from accel.ir.weights import Stored
+from accel.ir.weights import Offsets, Stored, Weights
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import forget_unused
 from accel.passes.weights import Base
-from accel.passes.weights._blocks import BLOCKS, OFFSETS, Packed, Site, insert, sites, stacked
+from accel.passes.weights._blocks import (
+    BLOCKS,
+    OFFSETS,
+    Packed,
+    Site,
+    factored,
+    insert,
+    narrowed,
+    sites,
+    stacked,
+    stored_scales,
+)
 
 aten = torch.ops.aten
 _CHUNK = 1 << 22  # codes that are packed at a time
@@ -51,12 +62,11 @@ class Kept(Base):
         found, refused = sites(program, 0)
         for site in found:
             stored, order = program.params.stored(site.name), None
-            codes, experts = codes_of(stored), expert_codes(stored)
+            lies, experts = codes_of(stored), expert_codes(stored)
             if experts is not None and not site.transposed:
                 packed = _experts(experts)
-            elif codes is not None:
-                if codes.offsets is not None:
-                    codes = _centred_offsets(codes)
+            elif lies is not None:
+                codes = lies if lies.offsets is None else _centred(lies)
                 order = _order(codes)
                 packed = _packed(codes, order)
                 if order is not None and site.embeddings:
@@ -70,12 +80,13 @@ class Kept(Base):
             if order is not None:
                 _gather(program, site, order)
                 origin = origin.changed(partial(_in_order, order=order))
-            if codes is not None and codes.offsets is not None:
-                _add_offsets(program, site, codes.offsets, codes.group)
-                _add_rows(program, site, codes.offsets, codes.group)
-                less = program.params.stored(f"{site.name}{OFFSETS}")
-                origin = origin.changed(partial(_without, offsets=less, group=codes.group))
-            insert(program, site, packed, _SAME, origin)
+            scales = stored_scales(program.params, packed)
+            if lies is not None and lies.offsets is not None:
+                less = _offsets(program.params, lies, packed.name_of(site, "scales"), scales)
+                _add_offsets(program, site, less, lies.group)
+                _add_rows(program, site, less, lies.group)
+                origin = origin.changed(partial(_without, offsets=less, group=lies.group))
+            insert(program, site, packed, _SAME, origin, scales)
             report.changed += 1
         forget_unused(program)
         told = {line.split(":")[0] for line in report.refused}
@@ -121,7 +132,8 @@ def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
         part = F.pad(part, (0, blocks * block - columns)).unflatten(1, (blocks, block))
         packed.append(pack(part, bits))
     offsets = pack(zeros, bits) if shift is None else None
-    return Packed(torch.cat(packed), scales.contiguous(), offsets, bits, block)
+    levels = codes.scale_levels if block == group else None
+    return Packed(torch.cat(packed), scales.contiguous(), offsets, bits, block, levels)
 
 
 def _experts(experts: Sequence[Codes]) -> Packed | str:
@@ -161,11 +173,23 @@ def _to_middle(q: Tensor, zeros: Tensor, bits: int) -> int | None:
     return shift if low >= 0 and high < 2**bits else None
 
 
-def _centred_offsets(codes: Codes) -> Codes:
-    """The same weight, each code less half of its range: integer products then round their inputs with less effect."""
-    middle = 2 ** (codes.bits - 1)
-    moved = codes.offsets + (middle - codes.zeros.float()) * codes.scales
-    return replace(codes, zeros=torch.full_like(codes.zeros, middle), offsets=moved)
+def _centred(codes: Codes) -> Codes:
+    """The same codes with their zero points in the middle of their range, which `_offsets` makes up for: integer
+    products then round their inputs with less effect.
+    """
+    return replace(codes, zeros=torch.full_like(codes.zeros, 2 ** (codes.bits - 1)))
+
+
+def _offsets(params: Weights, codes: Codes, name: str, scales: Stored) -> Offsets:
+    """Of a weight's groups whose zero points move to the middle: [G,N]. scales: the parameter of that name."""
+    assert codes.offsets is not None
+    zero, middle = int(codes.zeros[0, 0]), 2 ** (codes.bits - 1)
+    if bool((codes.zeros != zero).any()):
+        moved = codes.offsets + (middle - codes.zeros.float()) * codes.scales
+        return Offsets.of_blocks(name, scales, params.hold(moved), 0)
+    levels = codes.offset_levels
+    least = params.hold(narrowed(codes.offsets)) if levels is None else factored(params, levels)
+    return Offsets.of_blocks(name, scales, least, middle - zero)
 
 
 def _in_order(weight: Tensor, order: Tensor) -> Tensor:
@@ -183,15 +207,17 @@ def _without(weight: Tensor, offsets: Stored, group: int) -> Tensor:
     return weight - less.repeat_interleave(group, dim=1)[:, : weight.shape[1]]
 
 
-def _add_offsets(program: Program, site: Site, offsets: Tensor, group: int) -> None:
-    """Add to a site's products what the offsets [N,G] of their weight's groups give."""
+def _add_offsets(program: Program, site: Site, offsets: Offsets, group: int) -> None:
+    """Add to a site's products what the offsets [G,N] of their weight's groups give."""
     name = f"{site.name}{OFFSETS}"
-    program.params.put_away(name, offsets.t().contiguous())
+    program.params[name] = offsets
     for node in site.linears:
         editor = Editor(program, node.graph)
         x = operand_of(node, "input")
         with node.graph.inserting_before(node.next):
-            groups = editor.call(aten.unflatten.int, x, -1, [offsets.shape[1], group], like=node)
+            groups = editor.call(
+                aten.unflatten.int, x, -1, [offsets.blank.shape[0], group], like=node
+            )
             sums = editor.call(aten.sum.dim_IntList, groups, [-1], like=node)
             more = editor.call(aten.matmul.default, sums, editor.param(name), like=node)
             whole = editor.call(aten.add.Tensor, node, more, like=node)
@@ -199,12 +225,12 @@ def _add_offsets(program: Program, site: Site, offsets: Tensor, group: int) -> N
             user.replace_input_with(node, whole)
 
 
-def _add_rows(program: Program, site: Site, offsets: Tensor, group: int) -> None:
-    """Add to the rows that a site's embeddings read what the offsets [N,G] of their groups give."""
+def _add_rows(program: Program, site: Site, offsets: Offsets, group: int) -> None:
+    """Add to the rows that a site's embeddings read what the offsets [G,N] of their groups give."""
     if not site.embeddings:
         return
     name, width = f"{site.name}{OFFSETS}.rows", int(program.params.blank(site.name).shape[1])
-    program.params.put_away(name, offsets.contiguous())
+    program.params.put_away(name, offsets.read().t().contiguous())
     for node in site.embeddings:
         editor = Editor(program, node.graph)
         indices = operand_of(node, "indices")

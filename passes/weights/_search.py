@@ -16,8 +16,8 @@ from accel.passes.weights._blocks import (
     encode,
     in_blocks,
     round_to_nearest,
+    rounded_scales,
     steps,
-    stored_scales,
 )
 from accel.passes.weights._feedback import Steps, feedback_of, round_with_feedback
 
@@ -59,7 +59,7 @@ def searched_steps(
         square = (weighed * codes).sum(-1, keepdim=True)
         fitted = (weighed * blocks).sum(-1, keepdim=True) / square
         fitted = torch.where((square > 0) & (fitted != 0), fitted, scales)
-        offer(stored_scales(fitted) if symmetric else fitted, zeros)
+        offer(rounded_scales(fitted) if symmetric else fitted, zeros)
     return scales, zeros
 
 

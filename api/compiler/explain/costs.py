@@ -259,10 +259,10 @@ def _add(bytes_read: dict[str, float], node: fx.Node, program: Program) -> None:
         while source.op == "call_function" and len(source.all_input_nodes) == 1:
             source = source.all_input_nodes[0]  # a cast of a parameter
         if source.op == "get_attr":
-            blank = program.params.blank(str(source.target))
+            stored = program.params.stored(str(source.target))
             few = f"int{operand_of(node, 'bits')}" if node.target in PRODUCTS else ""
-            kind = few or ("float16" if blank.dtype is torch.float16 else "float32")
-            bytes_read[kind] = bytes_read.get(kind, 0.0) + blank.nbytes * share
+            kind = few or ("float16" if stored.blank.dtype is torch.float16 else "float32")
+            bytes_read[kind] = bytes_read.get(kind, 0.0) + stored.nbytes * share
 
 
 def _share(node: fx.Node, program: Program) -> float:

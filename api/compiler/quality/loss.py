@@ -35,10 +35,9 @@ def storage(before: Program, after: Program) -> dict[str, Any]:
     names = _weights(before)
     count = sum(before.params.blank(name).numel() for name in names)
     size = sum(
-        blank.nbytes
+        after.params.stored(name).nbytes
         for name in after.params
-        if (blank := after.params.blank(name)).dim() > 1
-        and (name in names or name not in before.params)
+        if after.params.blank(name).dim() > 1 and (name in names or name not in before.params)
     )
     return {"bits_per_weight": round(8 * size / max(1, count), 3), "bytes": size}
 

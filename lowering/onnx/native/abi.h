@@ -52,6 +52,7 @@ struct Api {
   Status* rank(const Shape* s, size_t* out) const { return call(61, s, out); }
   Status* sizes(const Shape* s, int64_t* out, size_t rank) const { return call(62, s, out, rank); }
   void release(Shape* s) const { call(99, s); }
+  void release(Status* s) const { call(93, s); }
   Status* parallel(const Context* c, void (*run)(void*, size_t), size_t total, void* with) const {
     return call(274, c, run, total, total < 16 ? total : size_t(16), with);
   }
@@ -140,6 +141,7 @@ struct Attribute {
   const char* name;
   int64_t S::*whole;
   float S::*real;
+  bool optional = false;  // 0 where a node does not have it, as those of earlier artifacts
 };
 
 template <typename S>
@@ -154,7 +156,8 @@ Status* created(const Attribute<S>* attributes, size_t count, const void* const*
   for (const Attribute<S>* a = attributes; a < attributes + count; ++a) {
     Status* s = a->whole ? kernel.api.attribute(info, a->name, &(kernel.set.*a->whole))
                          : kernel.api.attribute(info, a->name, &(kernel.set.*a->real));
-    if (s) return s;
+    if (s && !a->optional) return s;
+    if (s) kernel.api.release(s);
   }
   *out = new Kernel<S>(kernel);
   return nullptr;

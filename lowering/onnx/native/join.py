@@ -11,6 +11,7 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
+from accel.ir.weights import Offsets, composed
 from accel.lowering.onnx.native import DOMAIN
 from accel.lowering.onnx.writer.builder import MICROSOFT, Builder, reads, same_shape
 
@@ -106,7 +107,9 @@ class _Graph:
 
 
 def _offsets(g: _Graph) -> None:
-    """Linear + sums of the input's blocks @ offsets: its weights are codes that have an offset for each block."""
+    """Linear + sums of the input's blocks @ offsets: its weights are codes that have an offset for each block, which
+    is read as it lies.
+    """
     for total in g.of("Add"):
         for own, more in (total.input, list(total.input)[::-1]):
             linear, product = g.only(own, "Linear", DOMAIN), g.only(more, "MatMul")
@@ -119,9 +122,15 @@ def _offsets(g: _Graph) -> None:
                 continue
             if blocks.input[0] != linear.input[0]:
                 continue
-            if any(linear.input[5:]) or shape[-1:] != [attributes(linear)["block"]]:
+            if any(linear.input[5:8]) or shape[-1:] != [attributes(linear)["block"]]:
                 continue
-            _operand(linear, 7, product.input[1])
+            param = g.b.composed.get(product.input[1])
+            if param is None or not isinstance(offsets := composed(param.stored), Offsets):
+                continue
+            least = g.b.parts(param)[1]
+            for operand, part in zip((7, 9), g.b.parts(least) or (least,), strict=False):
+                _operand(linear, operand, g.b.weight(part))
+            _set(linear, middle=offsets.middle)
             linear.output[0] = total.output[0]
             g.replace([product], total, linear)
             break

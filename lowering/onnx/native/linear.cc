@@ -11,6 +11,7 @@
 
 #include "abi.h"
 #include "codes.h"
+#include "steps.h"
 #include "strips.h"
 #include "vector.h"
 
@@ -26,17 +27,17 @@ constexpr int64_t kAhead = 4096;  // bytes that memory is asked for ahead of a s
 enum Gate { kNone, kSilu, kGelu, kGeluTanh };
 
 struct Settings {
-  int64_t bits, block, gate, exact;
+  int64_t bits, block, gate, exact, middle;
   float epsilon;
 };
 
 struct Call {
   Settings set;
-  abi::Tensor x, q, scales, zeros, bias, norm, more, offsets;  // offsets: [blocks, N]
+  abi::Tensor x, q, scales, zeros, bias, norm, more, offsets, fine, fine_offsets;
   float* out;
   int64_t rows, K, N, wide, tile;         // wide: columns of the result; tile: of a piece of work
   int64_t blocks, groups, bytes, padded;  // of a row; padded: floats of a row by blocks
-  bool half;                              // whether the scales are bfloat16, else float
+  steps::Numbers scale, least;            // of the weight's blocks; what its offsets have besides `middle` scales
   bool turned;                            // whether many rows share each weight, so that it pays to turn them
   std::vector<char> inputs;               // Group<bits> [rows, groups], aligned within
   std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]; totals: what zero points add
@@ -94,42 +95,31 @@ void round_row(Call& c, int64_t row) {
 // the end of the weight.
 struct Scratch {
   std::vector<float> scales, zeros;  // [4, padded], [padded]
-  std::vector<uint8_t> last, last_scales;
+  std::vector<uint8_t> last, last_scales, last_offsets;
 };
 
 struct Weight {
   const uint8_t* codes;
-  const void* scales;
+  steps::Row scale, least;
   const float* zeros;
 };
 
-// Eight scales, from the b-th of them on.
-template <bool half>
-inline v8 scales_at(const void* scales, int64_t b) {
-  if (half) return widened(static_cast<const uint16_t*>(scales) + b);
-  return load(static_cast<const float*>(scales) + b);
-}
-
 Weight weight_of(const Call& c, Scratch& s, int64_t n) {
-  const int64_t size = c.half ? 2 : 4;
-  const uint8_t* scales = c.scales.as<uint8_t>() + n * c.blocks * size;
-  Weight w = {c.q.as<uint8_t>() + n * c.bytes, scales, s.zeros.data()};
+  Weight w = {c.q.as<uint8_t>() + n * c.bytes, c.scale.row(n, s.last_scales), c.least.row(n, s.last_offsets),
+              s.zeros.data()};
   if (c.zeros.data) {
     const uint8_t* packed = c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2);
     for (int64_t b = 0; b < c.blocks; ++b) s.zeros[b] = float(packed[b / 2] >> b % 2 * 4 & 15);
   }
-  bool inside = n * c.bytes + c.groups * codes::kBytes <= c.N * c.bytes &&
-                n * c.blocks + (c.blocks + 7) / 8 * 8 <= c.N * c.blocks;
-  if (inside) return w;
+  if (n * c.bytes + c.groups * codes::kBytes <= c.N * c.bytes) return w;
   s.last.assign(c.groups * codes::kBytes, 0);
-  s.last_scales.assign(c.padded * size, 0);
   std::copy(w.codes, w.codes + c.bytes, s.last.begin());
-  std::copy(scales, scales + c.blocks * size, s.last_scales.begin());
-  return {s.last.data(), s.last_scales.data(), w.zeros};
+  w.codes = s.last.data();
+  return w;
 }
 
-// The sums of one weight row with N input rows. What the zero points add is taken off at the end.
-template <int N, int bits, codes::Spread spread, bool half>
+// The sums of one weight row with N input rows. What the zero points add is taken off at the end, less what offsets add.
+template <int N, int bits, codes::Spread spread>
 inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>& lanes, int64_t row, int64_t n,
                      v8* out) {
   Weight w = weight_of(c, s, n);
@@ -137,14 +127,19 @@ inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>
   float* scales[N];
   v8 less[N], total[N][2];
   for (int i = 0; i < N; ++i) {
-    const float *steps = c.steps.data() + (row + i) * c.padded, *totals = c.totals.data() + (row + i) * c.padded;
     x[i] = c.input<bits>(row + i);
     scales[i] = s.scales.data() + i * c.padded;
     less[i] = total[i][0] = total[i][1] = all(0.0f);
-    for (int64_t b = 0; b < c.blocks; b += 8) {
-      v8 scale = scales_at<half>(w.scales, b);
-      store(scales[i] + b, scale * load(steps + b));
-      if (bits == 4) less[i] = fused(c.zeros.data ? scale * load(w.zeros + b) : scale, load(totals + b), less[i]);
+  }
+  const float middle = float(c.set.middle);
+  for (int64_t b = 0; b < c.blocks; b += 8) {
+    v8 scale = w.scale.at(b), zero = c.zeros.data ? scale * load(w.zeros + b) : scale;
+    v8 offset = c.offsets.data ? fused(all(-middle), scale, -w.least.at(b)) : all(0.0f);
+    for (int i = 0; i < N; ++i) {
+      int64_t at = (row + i) * c.padded + b;
+      store(scales[i] + b, scale * load(c.steps.data() + at));
+      if (bits == 4) less[i] = fused(zero, load(c.totals.data() + at), less[i]);
+      if (c.offsets.data) less[i] = fused(offset, load(c.sums.data() + at), less[i]);
     }
   }
   auto add = [&](int64_t g, int turn) {
@@ -164,28 +159,17 @@ inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>
 }
 
 // N input rows times `count` weight rows from `first` -> out[i * kTile + j].
-template <int N, int bits, codes::Spread spread, bool half>
+template <int N, int bits, codes::Spread spread>
 void products(const Call& c, Scratch& s, int64_t row, int64_t first, int64_t count, float* out) {
   constexpr int64_t M = 4 / N;  // weight rows whose sums are added up together
   const codes::Lanes<bits, spread> lanes(c.set.block);
   for (int64_t j = 0; j < count; j += M) {
     v8 total[4];
     for (int64_t m = 0; m < M; ++m)
-      row_sums<N, bits, spread, half>(c, s, lanes, row, first + std::min(j + m, count - 1), total + m * N);
+      row_sums<N, bits, spread>(c, s, lanes, row, first + std::min(j + m, count - 1), total + m * N);
     v4 four = sums(total[0], total[1], total[2], total[3]);
     for (int64_t m = 0; m < M; ++m)
       for (int64_t i = 0; i < N; ++i) out[i * kTile + j + m] = four[m * N + i];
-  }
-}
-
-// What offsets add to the products of `count` weight rows from `first` with an input row.
-void add_offsets(const Call& c, int64_t row, int64_t first, int64_t count, float* out) {
-  const float* sums = c.sums.data() + row * c.padded;
-  for (int64_t b = 0; b < c.blocks; ++b) {
-    const float* offsets = c.offsets.as<float>() + b * c.N + first;
-    int64_t j = 0;
-    for (; j + 8 <= count; j += 8) store(out + j, fused(all(sums[b]), load(offsets + j), load(out + j)));
-    for (; j < count; ++j) out[j] = std::fma(sums[b], offsets[j], out[j]);
   }
 }
 
@@ -198,16 +182,11 @@ v8 biases(const Call& c, int64_t first, int64_t count) {
 
 typedef void (*Products)(const Call&, Scratch&, int64_t, int64_t, int64_t, float*);
 
-template <int N, int bits, bool half>
-Products products_of_scales(const Call& c) {
-  int64_t size = codes::Group<bits>::kSize;
-  if (c.set.block == size) return products<N, bits, codes::kOne, half>;
-  return c.set.block < size ? products<N, bits, codes::kSeveral, half> : products<N, bits, codes::kOver, half>;
-}
-
 template <int N, int bits>
 Products products_of(const Call& c) {
-  return c.half ? products_of_scales<N, bits, true>(c) : products_of_scales<N, bits, false>(c);
+  int64_t size = codes::Group<bits>::kSize;
+  if (c.set.block == size) return products<N, bits, codes::kOne>;
+  return c.set.block < size ? products<N, bits, codes::kSeveral> : products<N, bits, codes::kOver>;
 }
 
 #if defined(__AVX2__)
@@ -226,14 +205,15 @@ void turn(const Call& c, Scratch& s, int64_t first, codes::Strip& strip) {
       std::copy(rows[i], rows[i] + c.bytes, copy);
       rows[i] = copy;
     }
-    const uint16_t* few = c.scales.as<uint16_t>() + n * c.blocks;
-    const float* scales = c.scales.as<float>() + n * c.blocks;
+    const steps::Row scale = c.scale.row(n, s.last_scales), least = c.least.row(n, s.last_offsets);
     const uint8_t* zeros = c.zeros.data ? c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2) : nullptr;
-    for (int64_t b = 0; b < c.blocks; ++b) {
-      float scale = c.half ? widened_one(few + b) : scales[b];
-      strip.scales[b * codes::kWide + i] = scale;
-      strip.zeros[b * codes::kWide + i] = scale * (zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 1.0f);
-      if (c.offsets.data) strip.offsets[b * codes::kWide + i] = c.offsets.as<float>()[b * c.N + n];
+    for (int64_t at = 0; at < c.blocks; at += 8) {
+      v8 scales = scale.at(at), offsets = fused(all(float(c.set.middle)), scales, least.at(at));
+      for (int64_t b = at; b < std::min(at + 8, c.blocks); ++b) {
+        strip.scales[b * codes::kWide + i] = scales[b - at];
+        strip.zeros[b * codes::kWide + i] = scales[b - at] * (zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 1.0f);
+        if (c.offsets.data) strip.offsets[b * codes::kWide + i] = offsets[b - at];
+      }
     }
   }
   for (int64_t g = 0; g < c.groups; ++g) codes::turn(rows, g * codes::kBytes, strip.numbers + 16 * g);
@@ -321,7 +301,6 @@ void work(const Call& c, int64_t item) {
     n = c.rows - row >= 4 ? 4 : c.rows - row >= 2 ? 2 : 1;
     auto multiply = [&](int64_t from, float* out) {
       run[n / 2](c, scratch, row, from, count, out);
-      for (int64_t i = 0; i < n && c.offsets.data; ++i) add_offsets(c, row + i, from, count, out + i * kTile);
       for (int64_t i = 0; i < n && bias; ++i)
         for (int64_t j = 0; j < count; ++j) out[i * kTile + j] += bias[from + j];
     };
@@ -343,22 +322,19 @@ typedef abi::Kernel<Settings> Kernel;
 bool fits(const Call& c) {
   bool whole = c.set.bits == 8 ? !c.zeros.data : c.set.bits == 4;
   bool power = c.set.block >= 16 && (c.set.block & (c.set.block - 1)) == 0;
-  bool weight = c.q.rank == 3 && c.q.size[2] == c.set.block * c.set.bits / 8 && c.scales.size[0] == c.N &&
-                c.scales.size[1] == c.blocks && (c.K + c.set.block - 1) / c.set.block == c.blocks;
+  bool weight = c.q.rank == 3 && c.q.size[2] == c.set.block * c.set.bits / 8 &&
+                (c.K + c.set.block - 1) / c.set.block == c.blocks;
   bool around = (!c.zeros.data || (c.zeros.size[0] == c.N && c.zeros.size[1] == (c.blocks + 1) / 2)) &&
-                (!c.offsets.data || (c.offsets.size[0] == c.blocks && c.offsets.size[1] == c.N)) &&
                 (!c.bias.data || c.bias.size[0] == c.N) && (!c.more.data || c.more.count() == c.rows * c.wide);
-  bool floats = c.scales.type == abi::kFloat || c.scales.type == abi::kBFloat16;
-  return floats && whole && power && weight && around && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
+  return whole && power && weight && around && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
 }
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   const abi::Api& api = kernel.api;
-  abi::Tensor* inputs[] = {&c.x, &c.q, &c.scales, &c.zeros, &c.bias, &c.norm, &c.more, &c.offsets};
-  for (size_t i = 0; i < 8; ++i)
+  abi::Tensor* inputs[] = {&c.x, &c.q, &c.scales, &c.zeros, &c.bias, &c.norm, &c.more, &c.offsets, &c.fine, &c.fine_offsets};
+  for (size_t i = 0; i < std::size(inputs); ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
-  c.half = c.scales.type == abi::kBFloat16;
   if (c.x.rank < 1) return api.fail("Linear: the input is a single number");
   c.K = c.x.size[c.x.rank - 1], c.N = c.q.size[0], c.wide = c.set.gate ? c.N / 2 : c.N;
   c.blocks = c.q.size[1], c.bytes = c.q.size[1] * c.q.size[2];
@@ -367,7 +343,8 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   c.rows = 1;
   for (size_t i = 0; i + 1 < c.x.rank; ++i) c.rows *= c.x.size[i];
   c.turned = c.set.bits == 4 && !c.set.exact && c.rows >= kTurned;
-  if (!fits(c)) return api.fail("Linear: the sizes of the input and the weight do not fit");
+  bool lies = c.scale.read(c.scales, c.fine, c.N, c.blocks) && c.least.read(c.offsets, c.fine_offsets, c.N, c.blocks);
+  if (!lies || !fits(c)) return api.fail("Linear: the sizes of the input and the weight do not fit; build the artifact again");
   int64_t sizes[4];
   std::copy(c.x.size, c.x.size + 4, sizes);
   sizes[c.x.rank - 1] = c.wide;
@@ -402,6 +379,7 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
     {"block", &Settings::block, nullptr},
     {"gate", &Settings::gate, nullptr},
     {"exact", &Settings::exact, nullptr},
+    {"middle", &Settings::middle, nullptr, true},
     {"epsilon", nullptr, &Settings::epsilon},
 };
 
@@ -410,8 +388,10 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
 abi::Op linear_op() {
   abi::Op op = abi::op_of<Settings, kAttributes, run>();
   op.name = [](const abi::Op*) { return "Linear"; };
-  op.input_count = [](const abi::Op*) { return size_t(8); };
-  op.input_type = [](const abi::Op*, size_t i) { return int(i == 2 ? abi::kAny : i == 1 || i == 3 ? abi::kUint8 : abi::kFloat); };
+  op.input_count = [](const abi::Op*) { return size_t(10); };
+  op.input_type = [](const abi::Op*, size_t i) {
+    return int(i == 2 || i > 6 ? abi::kAny : i == 1 || i == 3 ? abi::kUint8 : abi::kFloat);
+  };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 2 ? abi::kOptional : abi::kRequired); };
   return op;
 }

@@ -7,7 +7,6 @@ some hundred times slower, and 4 bits lose their speed beyond one row.
 from __future__ import annotations
 
 import torch
-from onnx import TensorProto
 
 from accel.ir.errors import LoweringError
 from accel.ir.ops import quantized
@@ -37,8 +36,15 @@ def quantized_linear(
 def quantized_embedding(
     b: Builder, ids: str, q: str, scales: str, zeros: str | None, bits: int, block: int, width: int
 ) -> str:
+    """Scales that are no float32 are widened in the rows that are read: all would take more memory than the weight's
+    share of a step.
+    """
     rows, blocks, size = b.shape(q)
     flat = b.viewed(q, (rows, blocks * size)) if isinstance(q, Param) else _flat(b, q)
+    if isinstance(scales, Param) and (
+        b.parts(scales) or scales.stored.blank.dtype != torch.float32
+    ):
+        flat, scales, zeros, ids = _rows_alone(b, ids, flat, scales, zeros)
     found = b.node(
         "GatherBlockQuantized", flat, ids, _wide(b, scales), zeros,
         domain=MICROSOFT, bits=bits, block_size=block, gather_axis=0, quantize_axis=1,
@@ -48,11 +54,29 @@ def quantized_embedding(
     return str(b.node("Slice", found, b.ints(0), b.ints(width), b.ints(-1)))
 
 
+def _rows_alone(
+    b: Builder, ids: str, flat: str, scales: Param, zeros: str | None
+) -> tuple[str, str, str | None, str]:
+    """A weight's bytes, scales and zero points in the rows `ids`, and the places of these rows in them."""
+    each = b.node("Reshape", ids, b.ints(-1))
+    parts = [
+        b.cast(b.node("Gather", part, each), torch.float32) for part in b.parts(scales) or (scales,)
+    ]
+    found = parts[0]
+    if len(parts) > 1:
+        few = b.shape(b.parts(scales)[0])[1]
+        fine = b.node("Reshape", parts[1], b.ints(0, few, -1))
+        scaled = b.node("Mul", fine, b.node("Unsqueeze", found, b.ints(2)))
+        found = b.node("Reshape", scaled, b.ints(0, -1))
+    count = b.node("Size", ids)
+    places = b.node("Range", b.constant(0, torch.int64), count, b.constant(1, torch.int64))
+    own = None if zeros is None else b.node("Gather", zeros, each)
+    return b.node("Gather", flat, each), found, own, b.node("Reshape", places, b.node("Shape", ids))
+
+
 def _wide(b: Builder, scales: str) -> str:
     """In float32, which the operators take; onnxruntime widens them once, when it opens the graph."""
-    if b.dtype(scales) == torch.float32:
-        return scales
-    return str(b.node("Cast", scales, to=TensorProto.FLOAT))
+    return b.cast(scales, torch.float32)
 
 
 def _flat(b: Builder, q: str) -> str:

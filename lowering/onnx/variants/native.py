@@ -18,7 +18,7 @@ from accel.lowering.onnx.rules.accel_codec import decode_rows as decoded
 from accel.lowering.onnx.rules.accel_ops import position_mask
 from accel.lowering.onnx.rules.accel_pages import kv_pages as portable_pages
 from accel.lowering.onnx.variants import NATIVE, gqa
-from accel.lowering.onnx.writer.builder import Builder, Call
+from accel.lowering.onnx.writer.builder import Builder, Call, Param
 
 lower = Table(NATIVE, batch_invariant=True, missing=lambda: library()[1], join=join)
 aten = torch.ops.aten
@@ -477,10 +477,11 @@ def quantized_linear(
     bits: int,
     block: int,
 ) -> Any:
-    """The weights as they lie in the file: onnxruntime keeps no copy of its own."""
+    """The weights as they lie in the file, scales in two levels too: onnxruntime keeps no copy of its own."""
     if b.dtype(x) != torch.float32 or bits not in (4, 8) or (bits == 8 and zeros is not None):
         return NotImplemented
-    operands = (x, q, scales, zeros, bias)
+    scales, *fine = (b.parts(scales) if isinstance(scales, Param) else ()) or (scales,)
+    operands = (x, q, scales, zeros, bias, None, None, None, *fine)
     return b.node(
         "Linear", *operands, domain=DOMAIN, bits=bits, block=block, gate=0, epsilon=0.0,
         exact=int(b.batch_invariant),

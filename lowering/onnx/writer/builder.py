@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
 
 from accel.ir.errors import LoweringError
-from accel.ir.weights import Stored
+from accel.ir.weights import Factored, Offsets, Stored, composed
 from accel.lowering import Table
 
 OPSET = 24
@@ -89,6 +89,7 @@ class Builder:
             None
         )
         self.lowered: dict[str, list[Call]] = {}  # the calls that a value is the result of
+        self.composed: dict[str, Param] = {}  # what nodes make of a parameter's parts
         self.instead: dict[str, str] = {}  # result -> the same, written elsewhere (a variant's)
         self.refused: dict[str, None] = {}  # why a variant takes no node that it might have
         self._weights = weights
@@ -148,6 +149,8 @@ class Builder:
 
         `transpose` stores a matrix [out, in] as [in, out], under the name `<name>.T`.
         """
+        if not transpose and (whole := composed(param.stored)):
+            return self._composed(param, whole)
         name = f"{param}.T" if transpose else str(param)
         key = ("weight", name)
         if key not in self._constants:
@@ -159,6 +162,33 @@ class Builder:
             self._names.setdefault(name, 1)
             self._constants[key] = name
         return self._constants[key]
+
+    def _composed(self, param: Param, stored: Factored | Offsets) -> str:
+        """A parameter that nodes make of its parts; onnxruntime does so once, when it opens the graph."""
+        parts = [self.cast(self.weight(part), torch.float32) for part in self.parts(param)]
+        if isinstance(stored, Factored):
+            rows, few = stored.coarse.blank.shape
+            coarse = self.node("Unsqueeze", parts[0], self.ints(2))
+            scaled = self.node(
+                "Mul", self.node("Reshape", parts[1], self.ints(rows, few, -1)), coarse
+            )
+            made: str = self.node("Reshape", scaled, self.ints(*stored.blank.shape))
+        else:
+            moved = self.node("Mul", parts[0], self.constant(stored.middle, torch.float32))
+            made = self.node("Transpose", self.node("Add", parts[1], moved), perm=[1, 0])
+        self.meta[made] = stored.blank
+        self.composed[made] = param
+        return made
+
+    @staticmethod
+    def parts(param: Param) -> tuple[Param, ...]:
+        """What a parameter is composed of: of factors the coarse and the fine, of offsets the scales and the least."""
+        stored = composed(param.stored)
+        if isinstance(stored, Factored):
+            return Param(f"{param}.coarse", stored.coarse), Param(f"{param}.fine", stored.fine)
+        if isinstance(stored, Offsets):
+            return Param(stored.scales_name, stored.scales), Param(f"{param}.least", stored.least)
+        return ()
 
     def viewed(self, param: Param, shape: Sequence[int]) -> str:
         """A parameter's own bytes under another shape."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from accel.compiler.load.gguf._file import GgufTensor
-from accel.ir.codes import Coded, Codes, Made
+from accel.ir.codes import Coded, Codes, Levels, Made
 from accel.ir.weights import Pages, Stored
 
+_Scales = Tensor | Levels
 _PIECE = 1 << 20  # numbers: what is made of them on the way stays in the processor's cache
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
@@ -77,29 +78,54 @@ def _pieces(form: Form, raw: Tensor, columns: int, rows: Tensor | None) -> Itera
 
 def _codes(form: Form, raw: Tensor, columns: int) -> Codes:
     blocks = raw.unflatten(1, (-1, form.size))
-    q, scales, *more = (part.flatten(1).contiguous() for part in form.read(blocks))
+    q, scales, *more = form.read(blocks)
+    q, scales = q.flatten(1).contiguous(), _flat(scales)
     zeros = torch.full((len(raw), columns // form.group), form.zero, dtype=torch.uint8)
-    offsets = more[0] if more else None
-    return Codes(q, scales, zeros, form.bits, form.group, offsets=offsets)
+    offsets = _flat(more[0]) if more else None
+    return Codes(
+        q, _numbers(scales), zeros, form.bits, form.group, None,
+        None if offsets is None else _numbers(offsets), _levels(scales), _levels(offsets),
+    )  # fmt: skip
+
+
+def _flat(part: _Scales) -> _Scales:
+    """[N,B,·] -> [N,·]."""
+    if isinstance(part, Levels):
+        return Levels(part.coarse.flatten(1).contiguous(), part.fine.flatten(1).contiguous())
+    return part.flatten(1).contiguous()
+
+
+def _numbers(part: _Scales) -> Tensor:
+    return part.numbers() if isinstance(part, Levels) else part
+
+
+def _levels(part: _Scales | None) -> Levels | None:
+    return part if isinstance(part, Levels) else None
 
 
 @dataclass(frozen=True)
 class Form:
     """Blocks of `size` bytes: (q - zero) * scale + offset, a scale and an offset for `group` numbers.
 
-    read: bytes [N,B,size] -> codes [N,B,·] uint8, scales [N,B,·] float32, and offsets where there are some.
+    read: bytes [N,B,size] -> codes [N,B,·] uint8, scales [N,B,·] float32 or in two levels, and offsets where there are
+    some.
     """
 
     size: int
     bits: int
     group: int
     zero: int
-    read: Callable[[Tensor], tuple[Tensor, ...]]
+    read: Callable[[Tensor], tuple[Tensor, _Scales] | tuple[Tensor, _Scales, _Scales]]
+
+
+def _float16(part: Tensor) -> Tensor:
+    """Two bytes [N,B,2] -> [N,B,1]."""
+    return part.contiguous().view(torch.float16)
 
 
 def _half(part: Tensor) -> Tensor:
-    """Two bytes [N,B,2] -> float32 [N,B,1]."""
-    return part.contiguous().view(torch.float16).float()
+    """The same as float32."""
+    return _float16(part).float()
 
 
 def _split(part: Tensor, width: int, bits: int) -> Tensor:
@@ -110,11 +136,11 @@ def _split(part: Tensor, width: int, bits: int) -> Tensor:
     return parts.flatten(2)
 
 
-def _q4_0(b: Tensor) -> tuple[Tensor, ...]:
+def _q4_0(b: Tensor) -> tuple[Tensor, Tensor]:
     return _split(b[..., 2:], 16, 4), _half(b[..., :2])
 
 
-def _q4_1(b: Tensor) -> tuple[Tensor, ...]:
+def _q4_1(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _split(b[..., 4:], 16, 4), _half(b[..., :2]), _half(b[..., 2:4])
 
 
@@ -124,53 +150,53 @@ def _five(high: Tensor, low: Tensor) -> Tensor:
     return _split(low, 16, 4) | bits << 4
 
 
-def _q5_0(b: Tensor) -> tuple[Tensor, ...]:
+def _q5_0(b: Tensor) -> tuple[Tensor, Tensor]:
     return _five(b[..., 2:6], b[..., 6:]), _half(b[..., :2])
 
 
-def _q5_1(b: Tensor) -> tuple[Tensor, ...]:
+def _q5_1(b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _five(b[..., 4:8], b[..., 8:]), _half(b[..., :2]), _half(b[..., 2:4])
 
 
-def _q8_0(b: Tensor) -> tuple[Tensor, ...]:
+def _q8_0(b: Tensor) -> tuple[Tensor, Tensor]:
     return b[..., 2:] ^ 128, _half(b[..., :2])
 
 
-def _long(b: Tensor) -> tuple[Tensor, Tensor]:
+def _long(b: Tensor) -> tuple[Levels, Levels]:
     """Scales and offsets [N,B,8] of Q4_K and Q5_K: 6 bits of each, and two factors of all."""
     s = b[..., 4:16]
     first, second, both = s[..., :4], s[..., 4:8], s[..., 8:]
     scales = torch.cat([first & 63, both & 15 | first >> 2 & 48], -1)
     least = torch.cat([second & 63, both >> 4 | second >> 2 & 48], -1)
-    return _half(b[..., :2]) * scales.float(), -(_half(b[..., 2:4]) * least.float())
+    return Levels(_float16(b[..., :2]), scales), Levels(-_float16(b[..., 2:4]), least)
 
 
-def _q2_k(b: Tensor) -> tuple[Tensor, ...]:
-    scales, least = (b[..., :16] & 15).float(), (b[..., :16] >> 4).float()
+def _q2_k(b: Tensor) -> tuple[Tensor, Levels, Levels]:
+    scales, least = b[..., :16] & 15, b[..., :16] >> 4
     return (
         _split(b[..., 16:80], 32, 2),
-        _half(b[..., 80:82]) * scales,
-        -(_half(b[..., 82:]) * least),
+        Levels(_float16(b[..., 80:82]), scales),
+        Levels(-_float16(b[..., 82:]), least),
     )
 
 
-def _q4_k(b: Tensor) -> tuple[Tensor, ...]:
+def _q4_k(b: Tensor) -> tuple[Tensor, Levels, Levels]:
     return _split(b[..., 16:], 32, 4), *_long(b)
 
 
-def _q5_k(b: Tensor) -> tuple[Tensor, ...]:
+def _q5_k(b: Tensor) -> tuple[Tensor, Levels, Levels]:
     return _split(b[..., 48:], 32, 4) | _split(b[..., 16:48], 32, 1) << 4, *_long(b)
 
 
-def _q3_k(b: Tensor) -> tuple[Tensor, ...]:
+def _q3_k(b: Tensor) -> tuple[Tensor, Levels]:
     q = _split(b[..., 32:96], 32, 2) | _split(b[..., :32], 32, 1) << 2
     scales = _split(b[..., 96:104], 8, 4) | _split(b[..., 104:108], 4, 2) << 4
-    return q, _half(b[..., 108:]) * (scales.float() - 32)
+    return q, Levels(_float16(b[..., 108:]), scales.to(torch.int8) - 32)
 
 
-def _q6_k(b: Tensor) -> tuple[Tensor, ...]:
+def _q6_k(b: Tensor) -> tuple[Tensor, Levels]:
     q = _split(b[..., :128], 64, 4) | _split(b[..., 128:192], 32, 2) << 4
-    return q, _half(b[..., 208:]) * b[..., 192:208].view(torch.int8).float()
+    return q, Levels(_float16(b[..., 208:]), b[..., 192:208].view(torch.int8))
 
 
 FORMS = {
