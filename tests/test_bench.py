@@ -173,8 +173,20 @@ def test_what_is_worse_is_named():
 # Engines
 
 
-def test_the_vocabulary_of_a_file_is_found_in_its_head(gguf):
-    assert ENGINES["mistralrs"].vocabulary(gguf) == 64
+def test_the_vocabulary_of_a_file_is_found_in_its_head(gguf, tmp_path):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "words.gguf", "llama")
+    writer.add_array("some.numbers", [1, 2, 3])
+    writer.add_array("some.texts", ["tokenizer.ggml.tokens", "a"])
+    writer.add_rope_freq_base(10.0)
+    writer.add_token_list([f"t{i}" for i in range(77)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert ENGINES["mistralrs"].vocabulary(tmp_path / "words.gguf") == 77
+    with pytest.raises(RuntimeError, match="lists no tokens"):
+        ENGINES["mistralrs"].vocabulary(gguf)
 
 
 def test_every_engine_says_what_it_is():

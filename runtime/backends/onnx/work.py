@@ -45,6 +45,7 @@ _PRODUCTS = {
     (_MICROSOFT, "MatMulNBits"): (1, ""),
     (DOMAIN, "Linear"): (1, INT8),
 }
+_NORM = 5  # the operand of Linear that is as deep as the weights are; they lie in whole blocks
 _ROUNDED = 4  # accuracy_level of MatMulNBits from which on its input is rounded to 8 bits
 _CHOOSING = (Part.PAGES, Part.UNITS, Part.LOW_RANK, Part.CHOICE)  # state by which slots are chosen
 
@@ -68,7 +69,8 @@ class Product:
     def form(self) -> tuple[Any, ...]:
         """What makes it cost what it costs."""
         set_ = tuple(sorted(self.node.settings.items()))
-        return self.node.domain, self.node.op, self.deep, self.wide, self.bits, set_
+        given = tuple(map(bool, self.node.inputs))
+        return self.node.domain, self.node.op, self.deep, self.wide, self.bits, set_, given
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,9 @@ def _product(node: Node, weights: Mapping[str, Weight], asked: bool) -> Product 
         bits = 8 * matrix.bytes // max(1, matrix.numbers)
     else:
         wide = matrix.shape[0]
-        deep = int(node.settings.get("K", 8 * math.prod(matrix.shape[1:]) // bits))
+        norm = weights.get(node.inputs[_NORM]) if len(node.inputs) > _NORM else None
+        padded = 8 * math.prod(matrix.shape[1:]) // bits
+        deep = int(node.settings.get("K", norm.numbers if norm is not None else padded))
     if not kind:
         kind = INT8 if int(node.settings.get("accuracy_level", 0)) >= _ROUNDED else FLOAT32
     return Product(node, deep, wide, bits, kind, whole, asked)
