@@ -125,11 +125,12 @@ def bench(
     With several --batch or --beside it fits tokens per call and tokens/s against the logarithm of the batch, of the
     size of the draft model and of its training tokens, and warns where drafting stops paying.
     """
-    from accel.runtime.backends.onnx.peaks import SECONDS, peaks
-    from accel.runtime.backends.onnx.work import work_of
-    from accel.runtime.model.meter import peak_memory
-
-    how = {"tokens": tokens, "repeat": repeat, "threads": threads, "kernels": kernels}
+    how: dict[str, Any] = {
+        "tokens": tokens,
+        "repeat": repeat,
+        "threads": threads,
+        "kernels": kernels,
+    }
     if speculation:
         if context:
             raise InputError("--context is for random prompts; leave it out with --speculation")
@@ -144,6 +145,21 @@ def bench(
         raise InputError(
             "--prompts, --batch, --beside and --trained are of --speculation; give that too"
         )
+    result = _measured(path, context, **how)
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+
+
+def _measured(
+    path: Path, context: list[int] | None, tokens: int, repeat: int, threads: int | None, kernels: str
+) -> dict[str, Any]:  # fmt: skip
+    """Speed on random prompts, and its shares of what this machine does at most."""
+    from accel.runtime.backends.onnx.peaks import SECONDS, peaks
+    from accel.runtime.backends.onnx.work import work_of
+    from accel.runtime.model.meter import peak_memory
+
     conditions = Conditions.now()
     start = time.perf_counter()
     model, timed, engine = _open(path, threads, kernels)
@@ -161,7 +177,7 @@ def bench(
     work = work_of(engine.artifact, engine.tuning.kernels)
     for row in rows:
         row.update(_shares(row, work, limits[-1]))
-    result = {
+    return {
         "artifact": str(path),
         "threads": engine.threads,
         "kernels": engine.tuning.kernels,
@@ -176,10 +192,6 @@ def bench(
         "peaks": [asdict(limit) for limit in limits],
         "conditions": conditions.ended().to_json(),
     }
-    if as_json:
-        print_json(result)
-    else:
-        _show(result)
 
 
 def _drafted(

@@ -30,6 +30,7 @@ from turns import head, in_turns, median_range, row, seconds
 
 from accel.commands.conditions import Conditions
 from accel.commands.shares import limit_text, percent
+from accel.ir.state import writes_state
 from accel.lowering.onnx.native import DOMAIN, library
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
 from accel.runtime.artifact.artifact import Artifact, open_artifact
@@ -245,7 +246,7 @@ def attention_case(artifact: Artifact, rows: int, depth: int, threads: int) -> C
         name: (lambda s=s: s.run(None, {i.name: given[i.name] for i in s.get_inputs()})[0])
         for name, s in sessions.items()
     }
-    layers = len([o for o in model.graph.output if ".next" not in o.name])
+    layers = len([o for o in model.graph.output if not writes_state(o.name)])
     state = [i for i in sessions[PORTABLE].get_inputs() if "C" in i.shape and i.name[0] in "kv"]
     heads, width = sessions[PORTABLE].get_inputs()[0].shape[1], given["q.0"].shape[-1]
     before = depth - rows

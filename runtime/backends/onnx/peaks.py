@@ -107,18 +107,20 @@ def _portable(pool: ThreadPoolExecutor, threads: int) -> Iterator[Work]:
     yield _matrices("MatMul", (_FLOAT, _FLOAT), _FLOAT, threads)
 
 
-def _matrices(op: str, given: tuple[int, int], made: int, threads: int) -> Work:
+def _matrices(op: str, operand_kinds: tuple[int, int], made: int, threads: int) -> Work:
     """onnxruntime's product of two square matrices."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = ort.InferenceSession(
-        _model(op, given, made), options, providers=["CPUExecutionProvider"]
+        _model(op, operand_kinds, made), options, providers=["CPUExecutionProvider"]
     )
     kinds = {_FLOAT: np.float32, _UINT8: np.uint8, _INT8: np.int8}
     sides = (_SIDE, _SIDE)
-    feed = {name: np.ones(sides, kinds[kind]) for name, kind in zip("ab", given, strict=True)}
+    feed = {
+        name: np.ones(sides, kinds[kind]) for name, kind in zip("ab", operand_kinds, strict=True)
+    }
 
     def work() -> float:
         session.run(None, feed)
@@ -127,7 +129,7 @@ def _matrices(op: str, given: tuple[int, int], made: int, threads: int) -> Work:
     return work
 
 
-def _model(op: str, given: tuple[int, int], made: int) -> bytes:
+def _model(op: str, operand_kinds: tuple[int, int], made: int) -> bytes:
     """A ModelProto of one product; the package `onnx` is not where artifacts are run."""
 
     def message(number: int, *parts: bytes) -> bytes:
@@ -140,7 +142,11 @@ def _model(op: str, given: tuple[int, int], made: int) -> bytes:
         return message(number, message(1, name), message(2, tensor))
 
     node = message(1, message(1, b"a"), message(1, b"b"), message(2, b"y"), message(4, op.encode()))
-    sides = [value(11, b"a", given[0]), value(11, b"b", given[1]), value(12, b"y", made)]
+    sides = [
+        value(11, b"a", operand_kinds[0]),
+        value(11, b"b", operand_kinds[1]),
+        value(12, b"y", made),
+    ]
     graph = message(7, node, message(2, b"product"), *sides)
     return b"\x08\x0a" + graph + message(8, message(1), b"\x10\x15")
 
