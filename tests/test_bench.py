@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -299,6 +300,31 @@ def test_what_is_older_than_its_sources_is_made_again(tmp_path):
         bench_worker.prepare(engine, "x", checkpoint, out, 3, 4)
         os.utime(path, (0, 0))
     assert len(made) == 3
+
+
+class Worded:
+    """A session of an engine that is given something made of the tokens."""
+
+    def __init__(self):
+        self.said = []
+
+    def ready(self, prompts):
+        time.sleep(0.2)
+        self.said.append("ready")
+
+    def prefill(self, prompts):
+        self.said.append("prefill")
+        return []
+
+    def close(self):
+        pass
+
+
+def test_what_an_engine_is_given_is_made_before_its_time_runs():
+    session = Worded()
+    server = bench_worker.Server(SimpleNamespace(vocabulary=9, session=lambda *_: session))
+    found = server.turn(4, 1, 0, 1)
+    assert session.said[-2:] == ["ready", "prefill"] and found["prefill"] < 0.1
 
 
 # All of it

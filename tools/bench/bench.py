@@ -344,6 +344,8 @@ class Bench:
             for name in list(picked)[1:]
             if picked[name]  # it was not given text in place of tokens
         )
+        if not same:
+            return ""
         return f"Prompts after which the best next token is {self.specs[0].name}'s: {same}."
 
     def told(self) -> str:

@@ -57,6 +57,7 @@ def vocabulary(path: Path) -> int:
 class Session:
     def __init__(self, runner: Any):
         self.runner = runner
+        self.prompt: list[int] = []
         self.text = ""
 
     def generate(self, new: int) -> Any:
@@ -67,9 +68,13 @@ class Session:
         )
         return self.runner.send_completion_request(request)
 
-    def prefill(self, prompts: list[list[int]]) -> list[int]:
+    def ready(self, prompts: list[list[int]]) -> None:
         (prompt,) = prompts
-        self.text = self.worded(prompt)
+        if prompt != self.prompt:
+            self.text, self.prompt = self.worded(prompt), prompt
+
+    def prefill(self, prompts: list[list[int]]) -> list[int]:
+        self.ready(prompts)
         self.generate(1)
         return []
 
