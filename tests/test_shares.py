@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+import models
 import numpy as np
 import onnx
 import pytest
@@ -65,6 +66,7 @@ def test_the_native_probe_reads_every_byte_and_counts_its_products():
     made.accel_read.restype = ctypes.c_int64
     numbers = np.random.default_rng(0).integers(-(1 << 40), 1 << 40, 1 << 14)
     assert made.accel_read(numbers.ctypes.data, numbers.nbytes) == numbers.sum()
+    assert made.accel_read(numbers.ctypes.data, 32 * 8) == numbers[:32].sum()
     for name in ("accel_multiply_int8", "accel_multiply_float32"):
         multiply = getattr(made, name)
         multiply.argtypes, multiply.restype = [ctypes.c_int64], ctypes.c_int64
@@ -153,6 +155,17 @@ def test_a_step_of_the_bundled_model_reads_its_weights(tmp_path):
 
 def test_a_step_reads_its_weights(build):
     reads_its_weights_and_not_its_embedding(build("llama").compiled.artifact)
+
+
+@pytest.mark.skipif(native.library()[0] is None, reason=str(native.library()[1]))
+def test_variants_read_as_many_weights_with_a_cache_in_8_bits(tmp_path):
+    """Whatever turns queries and keys, it reads a row of its tables."""
+    model, out = models.make("llama", 1), tmp_path / "made"
+    accel.optimize(model, "kv-int8", max_context=512, out=out, verify=False).close()
+    artifact = open_artifact(out)
+    read = {name: work_of(artifact, name) for name in artifact.entries["step"].graphs}
+    assert "native" in read and not any(work.unread for work in read.values())
+    assert max(w.weights for w in read.values()) - min(w.weights for w in read.values()) < 1000
 
 
 def reads_its_weights_and_not_its_embedding(artifact):

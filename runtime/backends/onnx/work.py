@@ -34,6 +34,9 @@ _BY_ROW = {
     ("", "RotaryEmbedding"): (1, 2),
     (_MICROSOFT, "RotaryEmbedding"): (2, 3),
     (DOMAIN, "Place"): (4, 5),
+    (DOMAIN, "PlaceInt8"): (6, 7),
+    (DOMAIN, "KeyProducts"): (3, 4),
+    (DOMAIN, "KeyProductsInt8"): (3, 4),
 }
 # products -> the operand that is a matrix of weights; the type of numbers that are multiplied
 _PRODUCTS = {
@@ -206,7 +209,7 @@ def _state(state: list[StateValue], facts: Facts, work: Work) -> None:
     windows = {i: layer.window for i, layer in enumerate(facts.layers)}
     for value in state:
         if value.writer is not Writer.STEP or value.part in _CHOOSING:
-            work.unread = work.unread or f"the cache chooses what a step reads ({value.name})"
+            work.unread = work.unread or f"how much of the cache a step reads ({value.name})"
         each = per_slot(value.shape) * np.dtype(value.dtype).itemsize
         if grows(value.shape):
             window = 0 if value.layer is None else windows.get(value.layer, 0)
