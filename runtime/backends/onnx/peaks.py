@@ -1,7 +1,7 @@
 """What this machine can do at most, measured in about a second: bytes read from memory, and products of two types.
 
 Loops of accel's own operators, where they can be compiled, do nothing else; else numpy reads, and onnxruntime
-multiplies matrices, which is nearly as much (`how` says which).
+multiplies matrices, which finds a lower peak of products (`how` says which).
 """
 
 from __future__ import annotations
