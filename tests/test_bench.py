@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,19 @@ import bench
 import bench_worker
 import models
 import pytest
-from bench_cases import CASES, Case, Spec, parse_case, parse_spec, plot, ratios, table
+from bench_cases import (
+    CASES,
+    Case,
+    Spec,
+    choose_best,
+    expand,
+    parse_case,
+    parse_spec,
+    plot,
+    ratios,
+    table,
+    worse,
+)
 from bench_peers import ENGINES, Peer, Unusable, Where, log_of, prepare
 from typer.testing import CliRunner
 
@@ -107,14 +120,82 @@ def test_table_and_picture(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+# The best of several settings
+
+
+KNOWN = {"accel": (), "llama_cpp": ("q4_0", "f32", "q4_0+nofa", "q4_0+kv8", "f32+kv8")}
+
+
+def test_a_best_spec_stands_for_a_base_and_its_settings():
+    specs = [parse_spec(t, KNOWN) for t in ("accel:base", "llama_cpp:q4_0+best=/a/model")]
+    members = expand(specs, KNOWN)
+    assert [s.name for s in members["accel:base"]] == ["accel:base"]
+    assert [s.variant for s in members["llama_cpp:q4_0+best"]] == ["q4_0", "q4_0+nofa", "q4_0+kv8"]
+    assert {s.path for s in members["llama_cpp:q4_0+best"]} == {Path("/a/model")}
+    with pytest.raises(ValueError, match="has no variant 'q3[+]best'"):
+        parse_spec("llama_cpp:q3+best", KNOWN)
+    with pytest.raises(ValueError, match="has no variant 'q4_0[+]best'"):
+        parse_spec("other:q4_0+best", {"other": ("x",)})
+
+
+def test_of_each_case_the_best_setting_counts_and_is_named():
+    members = expand([parse_spec(t, KNOWN) for t in ("accel:base", "llama_cpp:q4_0+best")], KNOWN)
+    plain, other, short = ("llama_cpp:q4_0", "llama_cpp:q4_0+nofa", "llama_cpp:q4_0+kv8")
+    rounds = {
+        "accel:base": [8.0, 9.0, 10.0],
+        plain: [7.0, 99.0, 6.0],  # one lucky round does not win
+        other: [9.0, 8.0, 10.0],
+        short: [1.0, 1.0, 1.0],
+    }
+    found, chosen = choose_best({DECODE: rounds, LOAD: rounds}, members)
+    assert list(found[DECODE]) == ["accel:base", "llama_cpp:q4_0+best"]
+    assert found[DECODE]["llama_cpp:q4_0+best"] == rounds[other]
+    assert chosen == {
+        DECODE: {"llama_cpp:q4_0+best": "nofa"},
+        LOAD: {"llama_cpp:q4_0+best": "kv8"},
+    }
+    assert "| 9.00 (nofa) |" in table(found, chosen)
+    rounds[plain], rounds[other] = rounds[other], rounds[plain]
+    assert choose_best({DECODE: rounds}, members)[1][DECODE] == {"llama_cpp:q4_0+best": "plain"}
+
+
+def test_what_is_worse_is_named():
+    results = {
+        DECODE: {"accel:x": [4.0, 5.0], "a": [8.0, 5.0], "b": [4.0, 5.0]},
+        Case("memory", 9): {"accel:x": [3.0], "a": [2.0], "b": [4.0]},
+        LOAD: {"accel:x": [1.0], "a": [2.0], "b": [1.0]},
+    }
+    assert worse(results) == [
+        "accel is slower: decode after 32 tokens, batch 8, 0.75 (0.50..1.00) of a",
+        "accel is larger: peak memory after 9 tokens, 0.67 of a",
+    ]
+
+
 # Engines
 
 
+def test_the_vocabulary_of_a_file_is_found_in_its_head(gguf, tmp_path):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "words.gguf", "llama")
+    writer.add_array("some.numbers", [1, 2, 3])
+    writer.add_array("some.texts", ["tokenizer.ggml.tokens", "a"])
+    writer.add_rope_freq_base(10.0)
+    writer.add_token_list([f"t{i}" for i in range(77)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert ENGINES["mistralrs"].vocabulary(tmp_path / "words.gguf") == 77
+    with pytest.raises(RuntimeError, match="lists no tokens"):
+        ENGINES["mistralrs"].vocabulary(gguf)
+
+
 def test_every_engine_says_what_it_is():
-    assert {"accel", "llama_cpp", "genai", "transformers", "openvino"} <= set(ENGINES)
+    known = {"accel", "llama_cpp", "genai", "transformers", "openvino", "mistralrs"}
+    assert known <= set(ENGINES)
     for engine in ENGINES.values():
         names = {"PACKAGES", "INSTALL", "VARIANTS", "file_name", "sources", "prepare", "load"}
-        if engine.file_name("x", 1, 1) == "":
+        if engine.file_name((*engine.VARIANTS, "x")[0], 1, 1) == "":
             names -= {"prepare"}
         assert names <= set(vars(engine))
 
@@ -160,7 +241,10 @@ def gguf(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["llama_cpp:q4_0"], "llama_cpp has no variant 'q4_0'; it has file, file[+]kv8"),
+        (
+            ["llama_cpp:q4_0"],
+            "llama_cpp has no variant 'q4_0'; it has file, file[+]nofa, file[+]kv8",
+        ),
         (["transformers:eager"], "no engine 'transformers'; there are accel, ik_llama_cpp, "),
         (["accel:base", "--cases", "decode@280"], "decode@280 needs 312 positions .* has 300"),
     ],
@@ -216,6 +300,31 @@ def test_what_is_older_than_its_sources_is_made_again(tmp_path):
         bench_worker.prepare(engine, "x", checkpoint, out, 3, 4)
         os.utime(path, (0, 0))
     assert len(made) == 3
+
+
+class Worded:
+    """A session of an engine that is given something made of the tokens."""
+
+    def __init__(self):
+        self.said = []
+
+    def ready(self, prompts):
+        time.sleep(0.2)
+        self.said.append("ready")
+
+    def prefill(self, prompts):
+        self.said.append("prefill")
+        return []
+
+    def close(self):
+        pass
+
+
+def test_what_an_engine_is_given_is_made_before_its_time_runs():
+    session = Worded()
+    server = bench_worker.Server(SimpleNamespace(vocabulary=9, session=lambda *_: session))
+    found = server.turn(4, 1, 0, 1)
+    assert session.said[-2:] == ["ready", "prefill"] and found["prefill"] < 0.1
 
 
 # All of it

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 from accel.runtime.artifact.artifact import bind, digest, write_manifest
+from accel.runtime.backends.onnx import peaks
 
 from . import adapter_case
 
@@ -220,12 +221,16 @@ def test_recipes_and_their_options():
     assert {r["name"] for r in json.loads(call("recipes", "--json").stdout)} >= {"base", "float16"}
 
 
-def test_bench(artifact):
+def test_bench(artifact, monkeypatch):
+    monkeypatch.setattr(peaks, "SECONDS", 0.1)
     flags = ("--tokens", 4, "--repeat", 1, "--threads", 1)
     found = json.loads(call("bench", artifact, "--context", 9, *flags, "--json").stdout)
     (row,) = found["rows"]
     assert row["context"] == 9 and found["threads"] == 1 and found["load_seconds"] > 0
     assert 0 < row["outside_onnxruntime_ms"] < row["step_ms"]
+    assert row["read_bytes"] > found["weight_bytes"] > 0 and found["slope"] is None
+    assert 0 < row["decode_share"] < 1.5 and 0 < row["prefill_share"] < 1.5
+    assert [p["threads"] for p in found["peaks"]] == [1] and found["conditions"]["date"]
     assert "decode tokens/s" in call("bench", artifact, "--context", 3, *flags).stdout
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accel.commands import options
+from accel.commands.conditions import Conditions
 from accel.commands.console import pairs, print_json, progress, size, table
+from accel.commands.shares import decode_share, prefill_share, show_shares, slope
 from accel.commands.speculation import measure, show
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
     from accel.ir.encoder import EncoderFacts
     from accel.runtime.backends.onnx.backend import OrtBackend
+    from accel.runtime.backends.onnx.peaks import Peaks
+    from accel.runtime.backends.onnx.work import Work
     from accel.runtime.model.compiled import CompiledModel
 
 EXAMPLES = """\b
@@ -113,15 +117,20 @@ def bench(
 ) -> None:
     """Measure the speed of an artifact.
 
-    Reports prefill and decode speed on random prompts, time outside onnxruntime, load time and peak memory.
+    Reports prefill and decode speed on random prompts, time outside onnxruntime, load time and peak memory; and shares
+    of what this machine does at most, probed for a second: of a step the time that memory needs for the weights and
+    the state that it reads, of a prompt the time that its products need at the peak of their types.
     With --speculation, for a recipe that drafts: speed-up over plain decoding, tokens per call, acceptance
     rate and time by stage, on code completion, code editing, recall, repetitive text, free text and edited copies.
     With several --batch or --beside it fits tokens per call and tokens/s against the logarithm of the batch, of the
     size of the draft model and of its training tokens, and warns where drafting stops paying.
     """
-    from accel.runtime.model.meter import peak_memory
-
-    how = {"tokens": tokens, "repeat": repeat, "threads": threads, "kernels": kernels}
+    how: dict[str, Any] = {
+        "tokens": tokens,
+        "repeat": repeat,
+        "threads": threads,
+        "kernels": kernels,
+    }
     if speculation:
         if context:
             raise InputError("--context is for random prompts; leave it out with --speculation")
@@ -136,6 +145,22 @@ def bench(
         raise InputError(
             "--prompts, --batch, --beside and --trained are of --speculation; give that too"
         )
+    result = _measured(path, context, **how)
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+
+
+def _measured(
+    path: Path, context: list[int] | None, tokens: int, repeat: int, threads: int | None, kernels: str
+) -> dict[str, Any]:  # fmt: skip
+    """Speed on random prompts, and its shares of what this machine does at most."""
+    from accel.runtime.backends.onnx.peaks import SECONDS, peaks
+    from accel.runtime.backends.onnx.work import work_of
+    from accel.runtime.model.meter import peak_memory
+
+    conditions = Conditions.now()
     start = time.perf_counter()
     model, timed, engine = _open(path, threads, kernels)
     loaded = time.perf_counter() - start
@@ -146,20 +171,27 @@ def bench(
             for i, length in enumerate(lengths):
                 tell(f"context {length}", i / len(lengths))
                 rows.append(_row(model, timed, length, tokens, repeat))
-    result = {
+            memory = peak_memory()  # before memory is probed
+            tell("what this machine does at most", 1.0)
+            limits = [peaks(n, SECONDS / 2) for n in sorted({1, engine.threads})]
+    work = work_of(engine.artifact, engine.tuning.kernels)
+    for row in rows:
+        row.update(_shares(row, work, limits[-1]))
+    return {
         "artifact": str(path),
         "threads": engine.threads,
         "kernels": engine.tuning.kernels,
         "new_tokens": tokens,
         "repeat": repeat,
         "load_seconds": loaded,
-        "peak_memory": peak_memory(),
+        "peak_memory": memory,
         "rows": rows,
+        "slope": slope(work, limits[-1], {r["depth"]: r["step_ms"] / 1e3 for r in rows}),
+        "weight_bytes": work.weights,
+        "not_known": work.unread or None,
+        "peaks": [asdict(limit) for limit in limits],
+        "conditions": conditions.ended().to_json(),
     }
-    if as_json:
-        print_json(result)
-    else:
-        _show(result)
 
 
 def _drafted(
@@ -247,16 +279,32 @@ def _row(
 ) -> dict[str, Any]:
     """Medians of several runs at one prompt length, after one that warms up."""
     runs = [_run(model, timed, length, tokens, seed) for seed in range(repeat + 1)][1:]
+    prefill = [length / r.prefill for r in runs]
     step = median(r.step for r in runs)
     outside = median(r.outside for r in runs)
     return {
         "context": length,
+        "depth": length + tokens / 2,
         "prefill_tokens_per_second": length / median(r.prefill for r in runs),
+        "prefill_of_runs": prefill,
         "decode_tokens_per_second": median(r.speed for r in runs),
+        "decode_of_runs": [r.speed for r in runs],
         "step_ms": step * 1e3,
         "outside_onnxruntime_ms": outside * 1e3,
         "outside_onnxruntime_share": outside / step,
         "kv_bytes": runs[0].kv_bytes,
+    }
+
+
+def _shares(row: dict[str, Any], work: Work, limit: Peaks) -> dict[str, Any]:
+    """Of the limit, at one prompt length; a step is one of the middle of a run."""
+    length, depth = row["context"], row["depth"]
+    taken = length / row["prefill_tokens_per_second"]
+    return {
+        "read_bytes": None if work.unread else work.read(depth),
+        "decode_share": decode_share(work, limit, depth, row["step_ms"] / 1e3),
+        "prefill_products": work.multiplied(length),
+        "prefill_share": prefill_share(work, limit, length, taken),
     }
 
 
@@ -310,10 +358,15 @@ def _show(result: dict[str, Any]) -> None:
         for r in result["rows"]
     ]  # fmt: skip
     table(columns, rows)
+    show_shares(result)
+    conditions = Conditions(**result["conditions"])
     pairs([
         ("load", f"{result['load_seconds']:.2f} s"),
         ("peak memory", size(result["peak_memory"])),
         ("threads", result["threads"]),
         ("kernels", result["kernels"]),
         ("measured", f"median of {result['repeat']} runs of {result['new_tokens']} new tokens"),
+        *conditions.text(),
     ])  # fmt: skip
+    if conditions.warning:
+        typer.echo(f"warning: {conditions.warning}", err=True)

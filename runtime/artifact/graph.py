@@ -74,7 +74,7 @@ def read_graph(path: Path) -> Graph:
 def graph_of(data: bytes) -> Graph:
     """The same of a ModelProto's bytes. Raises ValueError."""
     found, graphs, last, content = Graph(), 0, 0, hashlib.sha256()
-    for number, start, end in _fields(data, 0, len(data)):
+    for number, start, end in fields(data, 0, len(data)):
         key, value = _entry(data, start, end) if number == 14 else ("", "")
         if not key.startswith(OWN):
             content.update(data[last:end])
@@ -102,15 +102,15 @@ def read_small(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Number of each field of a message, and where its value begins and ends; a number is where it begins."""
     while at < end:
-        key, at = _varint(data, at)
+        key, at = varint(data, at)
         number, kind = key >> 3, key & 7
         if kind == _BYTES:
-            size, at = _varint(data, at)
+            size, at = varint(data, at)
         elif kind == _VARINT:
-            size = _varint(data, at)[1] - at
+            size = varint(data, at)[1] - at
         elif kind in (_FIXED32, _FIXED64):
             size = 4 if kind == _FIXED32 else 8
         else:
@@ -121,7 +121,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
         at += size
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int) -> tuple[int, int]:
     """A number, and where it ends."""
     if at < len(data) and data[at] < 128:
         return data[at], at + 1
@@ -135,14 +135,14 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _entry(data: bytes, start: int, end: int) -> tuple[str, str]:
     """A StringStringEntryProto."""
-    texts = {n: data[a:b].decode("utf-8") for n, a, b in _fields(data, start, end)}
+    texts = {n: data[a:b].decode("utf-8") for n, a, b in fields(data, start, end)}
     return texts.get(1, ""), texts.get(2, "")
 
 
 def _signature(data: bytes, start: int, end: int, graph: Graph) -> None:
     """Note a GraphProto's inputs and outputs."""
     given = set()
-    for number, a, b in _fields(data, start, end):
+    for number, a, b in fields(data, start, end):
         if number in (11, 12):
             name, value = _value(data, a, b)
             side = graph.inputs if number == 11 else graph.outputs
@@ -150,45 +150,43 @@ def _signature(data: bytes, start: int, end: int, graph: Graph) -> None:
                 raise ValueError(f"two of its values are called {name!r}")
             side[name] = value
         elif number == 5:
-            given.add(_name(data, a, b, 8))
+            given.add(text_of(data, a, b, 8))
     graph.defaults = given & graph.inputs.keys()
 
 
 def _value(data: bytes, start: int, end: int) -> tuple[str, Value]:
     """A ValueInfoProto of a tensor."""
     name, dtype, shape = "", "", None
-    for number, a, b in _fields(data, start, end):
+    for number, a, b in fields(data, start, end):
         if number == 1:
             name = data[a:b].decode("utf-8")
         elif number == 2:
-            for of_type, c, d in _fields(data, a, b):
+            for of_type, c, d in fields(data, a, b):
                 if of_type != 1:
                     continue  # no tensor
-                for part, e, f in _fields(data, c, d):
+                for part, e, f in fields(data, c, d):
                     if part == 1:
-                        kind = _varint(data, e)[0]
+                        kind = varint(data, e)[0]
                         dtype = DTYPES.get(kind, str(kind))
                     elif part == 2:
-                        shape = tuple(
-                            _size(data, g, h) for n, g, h in _fields(data, e, f) if n == 1
-                        )
+                        shape = tuple(_size(data, g, h) for n, g, h in fields(data, e, f) if n == 1)
     return name, Value(dtype, shape)
 
 
 def _size(data: bytes, start: int, end: int) -> int | str | None:
     """A dimension."""
     found: int | str | None = None
-    for number, a, b in _fields(data, start, end):
+    for number, a, b in fields(data, start, end):
         if number == 1:
-            found = _varint(data, a)[0]
+            found = varint(data, a)[0]
         elif number == 2:
             found = data[a:b].decode("utf-8")
     return found
 
 
-def _name(data: bytes, start: int, end: int, number: int) -> str:
+def text_of(data: bytes, start: int, end: int, number: int) -> str:
     """A text of a message."""
-    texts = [data[a:b].decode("utf-8") for n, a, b in _fields(data, start, end) if n == number]
+    texts = [data[a:b].decode("utf-8") for n, a, b in fields(data, start, end) if n == number]
     return texts[-1] if texts else ""
 
 
@@ -199,7 +197,7 @@ def _tensors(data: bytes) -> Iterator[tuple[int, int]]:
     left = [("model", 0, len(data))]
     while left:
         message, start, end = left.pop()
-        for number, a, b in _fields(data, start, end):
+        for number, a, b in fields(data, start, end):
             inner = _INNER[message].get(number)
             if inner is None or data.find(_PLACE, a, b) < 0:
                 continue
@@ -212,10 +210,10 @@ def _tensors(data: bytes) -> Iterator[tuple[int, int]]:
 def _external(data: bytes, start: int, end: int) -> External:
     """The place that a TensorProto names."""
     place: dict[str, str] = {}
-    for number, a, b in _fields(data, start, end):
+    for number, a, b in fields(data, start, end):
         if number == 13:
             key, value = _entry(data, a, b)
             if key in place:
                 raise ValueError(f"a weight has two values of {key!r}")
             place[key] = value
-    return External(_name(data, start, end, 8), place)
+    return External(text_of(data, start, end, 8), place)

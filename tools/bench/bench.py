@@ -3,7 +3,7 @@
     python tools/bench/bench.py shape l213 OUT                write one of the shapes that are measured (random weights)
     python tools/bench/bench.py build MODEL                   seconds and peak memory of accel-compile build
     python tools/bench/bench.py peers MODEL [ENGINE:VARIANT …] --cache DIR --python PYTHON …
-    python tools/bench/bench.py peers FILE.gguf accel:base llama_cpp:file ik_llama_cpp:file …
+    python tools/bench/bench.py peers FILE.gguf accel:base llama_cpp:file+best ik_llama_cpp:file+best …
 
 `accel-compile bench ARTIFACT` gives the time per step spent outside onnxruntime. Nothing is installed:
 a peer is measured when it is found where --python points. docs/figures/details/engines.md keeps what was printed.
@@ -12,7 +12,6 @@ a peer is measured when it is found where --python points. docs/figures/details/
 from __future__ import annotations
 
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -26,10 +25,24 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from bench_cases import CASES, Case, Rounds, Spec, parse_case, parse_spec, plot, table
+from bench_cases import (
+    CASES,
+    Case,
+    Rounds,
+    Spec,
+    choose_best,
+    expand,
+    parse_case,
+    parse_spec,
+    plot,
+    table,
+    worse,
+)
 from bench_peers import ENGINES, Peer, Unusable, Where, log_of, prepare
 from rich.console import Console
 from rich.progress import Progress
+
+from accel.commands.conditions import Conditions
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 QUIET = 0.25  # seconds before a turn: threads of the engine before it may spin for a while
@@ -165,18 +178,23 @@ def peers(
         wanted = [parse_case(c) for c in cases.split(",")]
         context, batch = limits(model, wanted, new)
         where = Where(tuple(python or ()), tuple(packages or ()), cache, threads)
-        specs, pythons = choose(engines or [], model, where, console)
+        members, pythons = choose(engines or [], model, where, console)
+        specs = list({s.name: s for many in members.values() for s in many}.values())
         bench = Bench(model, specs, pythons, where, rounds, new, console)
         bench.prepare(context, batch)
-        results = bench.measure(wanted)
+        measured = bench.measure(wanted)
     except (Unusable, ValueError) as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    print(table(results))
+    results, chosen = choose_best(measured, members)
+    print(table(results, chosen))
     if note := bench.agreement():
         print(f"\n{note}")
+    print("".join(f"\n- {line}." for line in worse(results)) or "\naccel is worse in no case.")
+    print(f"\n{bench.told()}")
     if as_json:
-        as_json.write_text(json.dumps(bench.record(results), indent=1) + "\n")
+        found = {**bench.record(measured), "chosen": {str(c): s for c, s in chosen.items() if s}}
+        as_json.write_text(json.dumps(found, indent=1) + "\n")
     if picture:
         plot(results, f"{model.name}, {threads} threads, {rounds} rounds", picture)
 
@@ -210,8 +228,8 @@ def known_gguf(engine: ModuleType) -> bool:
 
 def choose(
     texts: list[str], model: Path, where: Where, console: Console
-) -> tuple[list[Spec], dict[str, str]]:
-    """What to measure, and the python of each engine. Raises Unusable, ValueError."""
+) -> tuple[dict[str, list[Spec]], dict[str, str]]:
+    """What to measure, by what is compared, and the python of each engine. Raises Unusable, ValueError."""
     variants = {name: engine.VARIANTS for name, engine in ENGINES.items()}
     if model.is_file():
         variants = {n: e.GGUF for n, e in ENGINES.items() if known_gguf(e)} | {"accel": ()}
@@ -231,7 +249,7 @@ def choose(
             )
     if len({s.name for s in specs}) < len(specs):
         raise ValueError("an engine is given twice in the same variant: give each once")
-    return specs, pythons
+    return expand(specs, variants), pythons
 
 
 class Bench:
@@ -245,10 +263,9 @@ class Bench:
         self.rounds, self.new, self.console = rounds, new, console
         self.models: dict[str, Path] = {}
         self.turns: list[dict[str, Any]] = []
-        self.load = os.getloadavg()[0]
-        console.print(f"load average {self.load:.2f} on {os.cpu_count()} cores", highlight=False)
-        if self.load > 0.25:
-            console.print("others use this machine: trust the ratios less", style="yellow")
+        self.conditions = Conditions.now()
+        if self.conditions.warning:
+            console.print(self.conditions.warning, style="yellow", soft_wrap=True)
 
     def prepare(self, context: int, batch: int) -> None:
         for spec in self.specs:
@@ -325,15 +342,27 @@ class Bench:
         same = ", ".join(
             f"{name} {sum(a == b for a, b in zip(ours, picked[name], strict=True))} of {len(ours)}"
             for name in list(picked)[1:]
+            if picked[name]  # it was not given text in place of tokens
         )
+        if not same:
+            return ""
         return f"Prompts after which the best next token is {self.specs[0].name}'s: {same}."
+
+    def told(self) -> str:
+        """Under which conditions it was measured."""
+        self.conditions = self.conditions.ended()
+        facts = [f"{name} {fact}" for name, fact in self.conditions.text() if name != "command"]
+        warning = f" {self.conditions.warning.capitalize()}." if self.conditions.warning else ""
+        what = (
+            f"{self.where.threads} threads, {self.rounds} rounds; spread: least..most of the rounds"
+        )
+        return f"`{self.conditions.command}`: {'; '.join(facts)}; {what}.{warning}"
 
     def record(self, results: dict[Case, Rounds]) -> dict[str, Any]:
         return {
             "model": str(self.checkpoint),
             "threads": self.where.threads,
-            "cores": os.cpu_count(),
-            "load_average": self.load,
+            "conditions": self.conditions.to_json(),
             "rounds": {str(case): rounds for case, rounds in results.items()},
             "turns": self.turns,
         }

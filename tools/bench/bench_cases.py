@@ -9,6 +9,7 @@ from statistics import median
 
 CASES = "decode@32,decode@512,decode@4096,decode@128x8,prefill@128,prefill@512,prefill@2048,load,memory@512,bytes"
 Rounds = dict[str, list[float]]  # by engine, a figure per round
+BEST = "+best"  # after a variant: it and its settings are measured, and of each case the best one counts
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,18 @@ class Case:
             return self.batch / median(times)
         return self.batch * self.tokens / times[0]
 
+    @property
+    def is_speed(self) -> bool:
+        return self.kind in ("decode", "prefill")
+
     def ratio(self, ours: float, theirs: float) -> float:
         """How many times better ours is: of speeds the higher, of costs the lower."""
-        return ours / theirs if self.kind in ("decode", "prefill") else theirs / ours
+        return ours / theirs if self.is_speed else theirs / ours
+
+    def best(self, rounds: Rounds) -> str:
+        """Whose median is best; of equal ones the first."""
+        middle = {name: median(figures) for name, figures in rounds.items()}
+        return (max if self.is_speed else min)(middle, key=middle.__getitem__)
 
 
 def parse_case(text: str) -> Case:
@@ -79,11 +89,62 @@ def parse_spec(text: str, variants: dict[str, tuple[str, ...]]) -> Spec:
     known = variants[engine]
     if not variant and not known:
         raise ValueError(f"{text!r}: give a variant, {engine}:RECIPE")
+    if variant.endswith(BEST) and settings_of(variant, known):
+        return Spec(engine, variant, Path(path) if path else None)
     if variant and known and variant not in known:
         raise ValueError(
             f"{text!r}: {engine} has no variant {variant!r}; it has {', '.join(known)}"
         )
     return Spec(engine, variant or known[0], Path(path) if path else None)
+
+
+def settings_of(variant: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The variants that one stands for: itself, or of `BASE+best` the base with each of its settings."""
+    if not variant.endswith(BEST):
+        return (variant,)
+    base = variant.removesuffix(BEST)
+    return tuple(name for name in known if name == base or name.startswith(f"{base}+"))
+
+
+def expand(specs: list[Spec], variants: dict[str, tuple[str, ...]]) -> dict[str, list[Spec]]:
+    """By the name of each spec, those that are measured for it."""
+    return {
+        s.name: [Spec(s.engine, v, s.path) for v in settings_of(s.variant, variants[s.engine])]
+        for s in specs
+    }
+
+
+def choose_best(
+    results: dict[Case, Rounds], members: dict[str, list[Spec]]
+) -> tuple[dict[Case, Rounds], dict[Case, dict[str, str]]]:
+    """The rounds of each spec, by case; and where it has several settings, which one they are of."""
+    found: dict[Case, Rounds] = {}
+    chosen: dict[Case, dict[str, str]] = {}
+    for case, rounds in results.items():
+        found[case], chosen[case] = {}, {}
+        for name, specs in members.items():
+            best = case.best({s.name: rounds[s.name] for s in specs})
+            found[case][name] = rounds[best]
+            if name.endswith(BEST):
+                base = name.removesuffix(BEST)
+                chosen[case][name] = best.removeprefix(base).removeprefix("+") or "plain"
+    return found, chosen
+
+
+def worse(results: dict[Case, Rounds]) -> list[str]:
+    """Where the first engine is worse than another, by the median of the rounds' ratios."""
+    lines = []
+    for case, rounds in results.items():
+        ours, *peers = rounds
+        for peer in peers:
+            middle, least, most = ratios(case, rounds[ours], rounds[peer])
+            if middle < 1:
+                how = "slower" if case.kind not in ("memory", "bytes") else "larger"
+                name = ours.partition(":")[0]
+                spread = f" ({least:.2f}..{most:.2f})" if least != most else ""
+                what = case.label.rpartition(", ")[0]
+                lines.append(f"{name} is {how}: {what}, {middle:.2f}{spread} of {peer}")
+    return lines
 
 
 def ratios(case: Case, ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
@@ -96,8 +157,10 @@ def shown(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def table(results: dict[Case, Rounds]) -> str:
-    """Markdown: a row per case; the first engine's median, then each other's and the ratios to it."""
+def table(results: dict[Case, Rounds], chosen: dict[Case, dict[str, str]] | None = None) -> str:
+    """Markdown: a row per case; the first engine's median, then each other's and the ratios to it. chosen: the settings
+    that figures are of, by case and engine.
+    """
     ours, *peers = next(iter(results.values()))
     head = ["", ours, *(word for p in peers for word in (p, "times better"))]
     lines = [head, ["---"] * len(head)]
@@ -106,7 +169,9 @@ def table(results: dict[Case, Rounds]) -> str:
         for peer in peers:
             middle, least, most = ratios(case, rounds[ours], rounds[peer])
             spread = f" ({least:.2f}..{most:.2f})" if least != most else ""
-            line += [shown(median(rounds[peer])), f"**{middle:.2f}**{spread}"]
+            setting = (chosen or {}).get(case, {}).get(peer)
+            figure = shown(median(rounds[peer])) + (f" ({setting})" if setting else "")
+            line += [figure, f"**{middle:.2f}**{spread}"]
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

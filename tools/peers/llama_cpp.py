@@ -1,4 +1,5 @@
-"""llama.cpp through llama-cpp-python's low-level interface; `+kv8` keeps KV in 8 bits (q8_0). `file`: a GGUF as it is.
+"""llama.cpp through llama-cpp-python's low-level interface; `+kv8` keeps KV in 8 bits (q8_0), else in float16.
+`+nofa`: without flash attention. `file`: a GGUF as it is.
 
 Flash attention is llama.cpp's own choice (which takes it on a CPU), and always on with `+kv8`, which needs it.
 """
@@ -14,8 +15,9 @@ from typing import Any
 
 PACKAGES = ("llama_cpp",)
 INSTALL = "llama-cpp-python (and gguf, to prepare models)"
-VARIANTS = ("q4_0", "q8_0", "f32", "q4_0+kv8", "q8_0+kv8", "f32+kv8")
-GGUF = ("file", "file+kv8")
+SETTINGS = ("", "+nofa", "+kv8")
+VARIANTS = tuple(f"{kind}{how}" for how in SETTINGS for kind in ("q4_0", "q8_0", "f32"))
+GGUF = tuple(f"file{how}" for how in SETTINGS)
 FILE_TYPES = {"q4_0": 2, "q8_0": 7}  # llama_ftype
 Q8_0 = 8  # ggml_type
 
@@ -225,6 +227,7 @@ class Model:
         if not self.model:
             raise RuntimeError(f"llama.cpp could not load {path}")
         self.threads, self.kv8 = threads, variant.endswith("+kv8")
+        self.plain = variant.endswith("+nofa")
         self.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
 
     def options(self, batch: int, room: int) -> Any:
@@ -241,6 +244,8 @@ class Model:
         options = self.options(batch, room)
         if self.kv8:
             options.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        elif self.plain:
+            options.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         return Session(self.lib, self.model, self.vocabulary, batch, options)
 
 

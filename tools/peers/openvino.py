@@ -1,4 +1,6 @@
-"""OpenVINO GenAI, over a model folder that optimum-intel exported: it is not prepared here."""
+"""OpenVINO GenAI, over a model folder that optimum-intel exported: it is not prepared here. `file`: a GGUF as it is, of
+the types and architectures that it reads (not Q4_K_M, in 2026.4).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ from typing import Any
 PACKAGES = ("openvino_genai",)
 INSTALL = "openvino-genai"
 VARIANTS = ("int4", "int8", "float32")
+GGUF = ("file",)
 
 
 def file_name(variant: str, context: int, batch: int) -> str:
-    return variant
+    return "" if variant in GGUF else variant
 
 
 def sources() -> list[Path]:
@@ -62,7 +65,10 @@ class Model:
         import openvino_genai as ov
 
         self.pipe = ov.LLMPipeline(str(path), "CPU", INFERENCE_NUM_THREADS=threads)
-        self.vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+        if path.is_file():
+            self.vocabulary = len(self.pipe.get_tokenizer().get_vocab())
+        else:
+            self.vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
 
     def session(self, batch: int, room: int) -> Session:
         return Session(self.pipe)
