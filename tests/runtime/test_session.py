@@ -296,6 +296,22 @@ def test_a_long_prompt_makes_room_once(toy, target, monkeypatch):
     assert sizes[0].made == [24]
 
 
+def test_what_growing_copies_is_a_share_of_the_context(toy, monkeypatch):
+    """Room grows by an eighth: all copies together are of no more than nine times the tokens, where steps of four
+    tokens would copy thirty times as many.
+    """
+    monkeypatch.setattr("accel.runtime.session.core.STEP", 4)
+    tokens, sizes = toy.tokens(1, 240)[0], []
+    session = toy.session("ort", 1, lambda inner: sizes.append(Sizes(inner)) or sizes[0])
+    for start in range(0, 240, 4):
+        session.run(tokens[None, start : start + 4])
+    made = sizes[0].made
+    assert sum(made[:-1]) <= 9 * 240 < sum(range(0, 240, 4))
+    assert all(
+        room <= max(4, 9 * have // 8 + 4) + 4 for have, room in zip(made, made[1:], strict=False)
+    )
+
+
 def test_growing_holds_one_buffer_twice(toy, monkeypatch):
     """Each is let go before the next is copied; what is not written of the new ones takes no memory."""
     session, alive = toy.session("ort"), []
