@@ -18,9 +18,15 @@ namespace {
 
 constexpr int64_t kTile = 128;    // weight rows of a piece of work, at most
 constexpr int64_t kPieces = 8;    // as many there are at least, so that threads find something to do
-constexpr int64_t kTurned = 24;   // rows from which on 4-bit weights are turned, unless results are to be exact
+#if defined(__AVX2__) && ACCEL_WIDE_STRIPS
+constexpr int64_t kTurned = 2;    // rows from which on weights are turned; where results are to be exact, any
+constexpr int64_t kFew = 1;       // rows that are multiplied with weights as they lie, at most
+#else
+constexpr int64_t kTurned = 16;   // unless results are to be exact
+constexpr int64_t kFew = 4;
+#endif
 constexpr int64_t kNear = 1 << 17; // bytes of turned weights that input rows go through together
-constexpr int64_t kTogether = 16;  // those rows
+constexpr int64_t kChunk = 1 << 14; // bytes of a strip of them, where blocks are not larger
 constexpr int64_t kAhead = 4096;  // bytes that memory is asked for ahead of a single row's products
 
 enum Gate { kNone, kSilu, kGelu, kGeluTanh };
@@ -41,11 +47,21 @@ struct Call {
   std::vector<char> inputs;               // Group<bits> [rows, groups], aligned within
   std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]; totals: what zero points add
   std::vector<float> sums;                // of the numbers of the inputs' blocks [rows, padded], for offsets
+  std::vector<int32_t> starts;            // [rows, padded]: what products with turned weights begin with
+  int64_t together;                       // input rows that lie beside each other
+  int64_t shift;                          // turned: a block is of 2^shift groups, where it is not of a part of one
+
+  // Rows that are multiplied together lie beside each other, number by number of what they have.
+  int64_t place(int64_t row, int64_t i, int64_t count) const {
+    return (row / together * count + i) * together + row % together;
+  }
+
+  int64_t at(int64_t row, int64_t block) const { return place(row, block, padded); }
 
   template <int bits>
-  codes::Group<bits>* input(int64_t row) const {
-    auto at = (reinterpret_cast<uintptr_t>(inputs.data()) + 31) / 32 * 32;
-    return reinterpret_cast<codes::Group<bits>*>(at) + row * groups;
+  codes::Group<bits>* input(int64_t row, int64_t group = 0) const {
+    auto begin = (reinterpret_cast<uintptr_t>(inputs.data()) + 31) / 32 * 32;
+    return reinterpret_cast<codes::Group<bits>*>(begin) + place(row, group, groups);
   }
 };
 
@@ -78,16 +94,30 @@ void round_row(Call& c, int64_t row) {
       std::copy(x, x + c.K, buffer.data());
     x = buffer.data();
   }
-  int64_t at = row * c.padded;
   if (c.offsets.data) {
     for (int64_t b = 0; b < c.blocks; ++b) {
       v8 total = load(x + b * c.set.block);
       for (int64_t i = 8; i < c.set.block; i += 8) total += load(x + b * c.set.block + i);
-      c.sums[at + b] = sum(total);
+      c.sums[c.at(row, b)] = sum(total);
     }
   }
+  float* totals = c.totals.data() + c.at(row, 0);
+  float* steps = c.steps.data() + c.at(row, 0);
+  codes::round_row<bits>(x, c.set.block, c.blocks, c.together, steps, totals, c.input<bits>(row));
   float zero = c.zeros.data ? 1.0f : 8.0f;
-  codes::round_row<bits>(x, c.set.block, c.blocks, zero, c.steps.data() + at, c.totals.data() + at, c.input<bits>(row));
+  for (int64_t b = 0; b < c.blocks; ++b) {
+    float& total = totals[b * c.together];
+#if defined(__AVX2__)
+    if (c.turned && !c.zeros.data) c.starts[c.at(row, b)] = -codes::kAbove<bits> * int32_t(total);
+#endif
+    total *= steps[b * c.together] * zero;
+  }
+}
+
+// The block that group g begins; of the end of the last group: how many there are.
+int64_t block_of(const Call& c, int64_t g) {
+  const int64_t size = codes::kBytes * 8 / c.set.bits;
+  return c.set.block >= size ? g >> c.shift : std::min(g * (size / c.set.block), c.blocks);
 }
 
 // What a thread needs beside the call: by blocks, and a copy of one of the last weight rows, to read beyond
@@ -189,10 +219,12 @@ void add_offsets(const Call& c, int64_t row, int64_t first, int64_t count, float
   }
 }
 
-// Of a strip; 0 where there are none.
+// Of up to eight columns; 0 where there are none.
 v8 biases(const Call& c, int64_t first, int64_t count) {
+  if (!c.bias.data) return all(0.0f);
+  if (count == 8) return load(c.bias.as<float>() + first);
   alignas(32) float out[8] = {};
-  if (c.bias.data) std::copy_n(c.bias.as<float>() + first, count, out);
+  std::copy_n(c.bias.as<float>() + first, count, out);
   return load(out);
 }
 
@@ -212,93 +244,139 @@ Products products_of(const Call& c) {
 
 #if defined(__AVX2__)
 
-// Weight rows [first, first + 8), the last one again where there are fewer, turned.
-void turn(const Call& c, Scratch& s, int64_t first, codes::Strip& strip) {
-  strip.reserve(c.groups, c.blocks);
-  if (c.offsets.data) strip.offsets.resize(c.blocks * codes::kWide);
-  const uint8_t* rows[codes::kWide];
-  s.last.resize(codes::kWide * c.groups * codes::kBytes);
-  for (int64_t i = 0; i < codes::kWide; ++i) {
-    int64_t n = std::min(first + i, c.N - 1);
-    rows[i] = c.q.as<uint8_t>() + n * c.bytes;
-    if (n * c.bytes + c.groups * codes::kBytes > c.N * c.bytes) {
-      uint8_t* copy = s.last.data() + i * c.groups * codes::kBytes;
-      std::copy(rows[i], rows[i] + c.bytes, copy);
-      rows[i] = copy;
-    }
-    const uint16_t* few = c.scales.as<uint16_t>() + n * c.blocks;
-    const float* scales = c.scales.as<float>() + n * c.blocks;
-    const uint8_t* zeros = c.zeros.data ? c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2) : nullptr;
-    for (int64_t b = 0; b < c.blocks; ++b) {
-      float scale = c.half ? widened_one(few + b) : scales[b];
-      strip.scales[b * codes::kWide + i] = scale;
-      strip.zeros[b * codes::kWide + i] = scale * (zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 1.0f);
-      if (c.offsets.data) strip.offsets[b * codes::kWide + i] = c.offsets.as<float>()[b * c.N + n];
-    }
+// Groups [g, end) of weight rows from `first` on, the last one again where there are fewer; with what their blocks have.
+template <int bits>
+void take(const Call& c, int64_t first, int64_t g, int64_t end, bool kept, codes::Strip& strip) {
+  using codes::kWide;
+  const int64_t bytes = (end - g) * codes::kBytes, size = c.half ? 2 : 4;
+  const int64_t b = block_of(c, g), blocks = block_of(c, end) - b, padded = (blocks + 15) / 16 * 16;
+  const uint8_t* scales[kWide];
+  strip.next = kWide * c.bytes;
+  for (int64_t i = 0; i < kWide; ++i) {
+    const int64_t n = std::min(first + i, c.N - 1);
+    // what is read beyond the end of a tensor
+    auto inside = [&](const abi::Tensor& of, int64_t row, int64_t at, int64_t count, size_t place) {
+      const uint8_t* begin = of.as<uint8_t>() + n * row + at;
+      const int64_t left = (c.N - n) * row - at;
+      if (left >= count) return begin;
+      strip.last.resize(kWide * (bytes + padded * 4));
+      uint8_t* copy = reinterpret_cast<uint8_t*>(strip.last.data()) + place;
+      std::copy(begin, begin + left, copy);
+      return static_cast<const uint8_t*>(copy);
+    };
+    strip.rows[i] = inside(c.q, c.bytes, g * codes::kBytes, bytes, i * bytes);
+    scales[i] = inside(c.scales, c.blocks * size, b * size, padded * size, kWide * bytes + i * padded * 4);
+    for (int64_t k = 0; k < blocks * size; k += 64) __builtin_prefetch(scales[i] + kWide * c.blocks * size + k, 0, 2);
   }
-  for (int64_t g = 0; g < c.groups; ++g) codes::turn(rows, g * codes::kBytes, strip.numbers + 16 * g);
-}
-
-template <int N>
-void multiply(const Call& c, const codes::Strip& strip, int64_t row, v8* out) {
-  const codes::Group<4>* x[N];
-  const float *steps[N], *totals[N];
-  for (int i = 0; i < N; ++i) {
-    x[i] = c.input<4>(row + i);
-    steps[i] = c.steps.data() + (row + i) * c.padded;
-    totals[i] = c.totals.data() + (row + i) * c.padded;
+  strip.scales = strip.table(0, padded);
+  for (int64_t k = 0; k < blocks; k += 32 / size) {
+    if (c.half)
+      codes::turn_scales<true>(scales, k * size, strip.scales + k * kWide);
+    else
+      codes::turn_scales<false>(scales, k * size, strip.scales + k * kWide);
   }
-  int64_t shift = 0;
-  while ((64 << shift) < c.set.block) ++shift;
-  auto run = c.set.block > 64    ? codes::multiply<N, 0>
-             : c.set.block == 64 ? codes::multiply<N, 1>
-             : c.set.block == 32 ? codes::multiply<N, 2>
-                                 : codes::multiply<N, 4>;
-  run(strip, x, steps, totals, c.groups, c.blocks, shift, out);
-  for (int64_t b = 0; c.offsets.data && b < c.blocks; ++b)
-    for (int i = 0; i < N; ++i)
-      out[i] = fused(all(c.sums[(row + i) * c.padded + b]), load(strip.offsets.data() + b * codes::kWide), out[i]);
-}
-
-// Eight columns of a block of input rows.
-void finish(const Call& c, const codes::Strip& strip, const codes::Strip* gated, int64_t row, int64_t end, int64_t j) {
-  static constexpr void (*run[])(const Call&, const codes::Strip&, int64_t, v8*) = {multiply<1>, multiply<2>,
-                                                                                    multiply<4>};
-  int64_t count = std::min(codes::kWide, c.wide - j);
-  v8 bias = biases(c, j, count), other = biases(c, c.wide + j, gated ? count : 0), own[4], up[4];
-  for (int64_t n; row < end; row += n) {
-    n = end - row >= 4 ? 4 : end - row >= 2 ? 2 : 1;
-    run[n / 2](c, strip, row, own);
-    if (gated) run[n / 2](c, *gated, row, up);
-    for (int64_t i = 0; i < n; ++i) {
-      alignas(32) float y[codes::kWide];
-      store(y, gated ? activated(c.set.gate, own[i] + bias) * (up[i] + other) : own[i] + bias);
-      int64_t at = (row + i) * c.wide + j;
-      const float* more = c.more.data ? c.more.as<float>() + at : nullptr;
-      for (int64_t k = 0; k < count; ++k) c.out[at + k] = more ? more[k] + y[k] : y[k];
+  strip.zeros = c.zeros.data ? strip.table(1, blocks) : nullptr;
+  for (int64_t i = 0; c.zeros.data && i < kWide; ++i) {
+    const uint8_t* packed = c.zeros.as<uint8_t>() + std::min(first + i, c.N - 1) * ((c.blocks + 1) / 2);
+    for (int64_t k = 0; k < blocks; ++k)
+      strip.zeros[k * kWide + i] = -strip.scales[k * kWide + i] * float(packed[(b + k) / 2] >> (b + k) % 2 * 4 & 15);
+  }
+  strip.offsets = nullptr;
+  if (c.offsets.data) {
+    const float* offsets = c.offsets.as<float>() + b * c.N + first;
+    strip.offsets = offsets, strip.apart = c.N;
+    for (int64_t k = 0; k < blocks; ++k) __builtin_prefetch(offsets + k * c.N + kWide, 0, 2);
+    if (first + kWide > c.N) {
+      float* copy = strip.table(2, blocks);
+      for (int64_t k = 0; k < blocks; ++k) std::copy_n(offsets + k * c.N, c.N - first, copy + k * kWide);
+      strip.offsets = copy, strip.apart = kWide;
     }
   }
+  if (!kept) return;
+  strip.reserve((end - g) * codes::kVectors<bits>);
+  for (int64_t k = 0; k < end - g; ++k)
+    codes::turn<bits>(strip.rows, k * codes::kBytes, strip.numbers + codes::kVectors<bits> * k);
 }
 
-// A tile of weight rows, eight by eight, times all input rows: as many strips at once as a near cache holds,
-// and as many input rows.
+// N input rows from `row` on times groups [g, end) of weight rows, added to out [N, kWide].
+template <int bits, int N, bool kept>
+void multiply(const Call& c, const codes::Strip& strip, int64_t row, int64_t g, int64_t end, float* out) {
+  const int64_t b = block_of(c, g), at = c.at(row, b), size = codes::Group<bits>::kSize;
+  codes::Rows<bits> x = {c.input<bits>(row, g), c.steps.data() + at, c.totals.data() + at, c.sums.data() + at,
+                         c.starts.data() + at};
+  auto run = c.set.block >= size       ? codes::multiply<bits, N, 0, kept>
+             : c.set.block * 2 == size ? codes::multiply<bits, N, 2, kept>
+                                       : codes::multiply<bits, N, 4, kept>;
+  run(strip, x, block_of(c, end) - b, c.shift, out);
+}
+
+using Multiply = void (*)(const Call&, const codes::Strip&, int64_t, int64_t, int64_t, float*);
+
+// For `rows` rows and maybe more, up to kRows.
+template <int bits, bool kept>
+Multiply multiply_of(int64_t rows) {
+  using codes::kRows;
+  if (rows > kRows * 3 / 4) return multiply<bits, kRows, kept>;
+  if (rows > kRows / 2) return multiply<bits, kept ? kRows : kRows * 3 / 4, kept>;
+  if (rows == kRows / 2 || kept) return multiply<bits, kRows / 2, kept>;
+  return rows == 1 ? multiply<bits, 1, kept> : rows == 2 ? multiply<bits, 2, kept> : multiply<bits, 3, kept>;
+}
+
+// Strips of a tile from column j on, and then those that they gate, whose products are [strip, rows, column], with what
+// comes after them.
+void finish(const Call& c, int64_t j, int64_t count, const float* products, int64_t rows) {
+  using codes::kWide;
+  const int64_t half = count * rows * kWide;
+  const int64_t end = std::min(j + count * kWide, c.wide);
+  for (int64_t row = 0; row < c.rows; ++row)
+    for (int64_t at = j; at < end; at += 8) {
+      const float* from = products + ((at - j) / kWide * rows + row) * kWide + (at - j) % kWide;
+      const int64_t some = std::min<int64_t>(8, end - at);
+      v8 y = load(from) + biases(c, at, some);
+      if (c.set.gate) y = activated(c.set.gate, y) * (load(from + half) + biases(c, c.wide + at, some));
+      const float* more = c.more.data ? c.more.as<float>() + row * c.wide + at : nullptr;
+      float* out = c.out + row * c.wide + at;
+      if (some == 8) {
+        store(out, more ? load(more) + y : y);
+      } else {
+        for (int64_t i = 0; i < some; ++i) out[i] = more ? more[i] + y[i] : y[i];
+      }
+    }
+}
+
+// A tile of weight rows, strip by strip, times all input rows: as many strips at once as a near cache holds, so that
+// they stay there while input rows come by, and these while the strips do. Few rows take strip after strip.
+template <int bits>
 void work_turned(const Call& c, int64_t item) {
-  thread_local Scratch scratch;
-  thread_local std::vector<codes::Strip> strips, gated;
-  int64_t first = item * c.tile, end = std::min(first + c.tile, c.wide);
-  size_t most = std::max<int64_t>(1, kNear / (c.groups * 64 * codes::kWide));
-  if (strips.size() < most) strips.resize(most), gated.resize(most);
-  for (int64_t j = first; j < end; j += most * codes::kWide) {
-    size_t count = std::min<size_t>(most, (end - j + codes::kWide - 1) / codes::kWide);
-    for (size_t i = 0; i < count; ++i) {
-      turn(c, scratch, j + i * codes::kWide, strips[i]);
-      if (c.set.gate) turn(c, scratch, c.wide + j + i * codes::kWide, gated[i]);
+  using codes::kWide;
+  thread_local std::vector<codes::Strip> strips;
+  thread_local std::vector<float> products;
+  const int64_t first = item * c.tile, count = (std::min(c.tile, c.wide - first) + kWide - 1) / kWide;
+  const int64_t all_of = c.set.gate ? 2 * count : count, block = std::max<int64_t>(1, c.set.block / codes::Group<bits>::kSize);
+  const int64_t vectors = codes::kVectors<bits> * int64_t(sizeof(codes::Numbers));
+  const int64_t part = std::max(block, kChunk / vectors / block * block);
+  const bool kept = c.rows > codes::kRows;
+  const int64_t most = !kept ? 1 : std::max<int64_t>(1, kNear / (vectors * std::min(part, c.groups)));
+  if (int64_t(strips.size()) < most) strips.resize(most);
+  const int64_t rows = (c.rows + codes::kRows - 1) / codes::kRows * codes::kRows;
+  products.assign(all_of * rows * kWide, 0.0f);
+  for (int64_t s = 0; s < all_of; s += most) {
+    const int64_t end = std::min(s + most, all_of);
+    for (int64_t g = 0; g < c.groups; g += part) {
+      const int64_t last = std::min(g + part, c.groups);
+      for (int64_t i = s; i < end; ++i)
+        take<bits>(c, i < count ? first + i * kWide : c.wide + first + (i - count) * kWide, g, last, kept, strips[i - s]);
+      for (int64_t row = 0; row < c.rows; row += codes::kRows) {
+        const int64_t left = c.rows - row;
+        Multiply run = multiply_of<bits, true>(left);
+        if constexpr (kTurned <= codes::kRows)
+          if (!kept) run = multiply_of<bits, false>(left);
+        for (int64_t i = s; i < end; ++i)
+          run(c, strips[i - s], row, g, last, products.data() + (i * rows + row) * kWide);
+      }
     }
-    for (int64_t row = 0; row < c.rows; row += kTogether)
-      for (size_t i = 0; i < count; ++i)
-        finish(c, strips[i], c.set.gate ? &gated[i] : nullptr, row, std::min(row + kTogether, c.rows),
-               j + i * codes::kWide);
   }
+  finish(c, first, count, products.data(), rows);
 }
 
 #endif
@@ -306,21 +384,26 @@ void work_turned(const Call& c, int64_t item) {
 // A tile of weight rows (and of those that they gate) times all input rows.
 void work(const Call& c, int64_t item) {
 #if defined(__AVX2__)
-  if (c.turned) return work_turned(c, item);
+  if (c.turned) return c.set.bits == 8 ? work_turned<8>(c, item) : work_turned<4>(c, item);
 #endif
   thread_local Scratch scratch;
   scratch.scales.resize(4 * c.padded);
   scratch.zeros.resize(c.padded);
-  Products four[] = {products_of<1, 4>(c), products_of<2, 4>(c), products_of<4, 4>(c)};
-  Products eight[] = {products_of<1, 8>(c), products_of<2, 8>(c), products_of<4, 8>(c)};
-  Products* run = c.set.bits == 4 ? four : eight;
+  Products run = c.set.bits == 4 ? products_of<1, 4>(c) : products_of<1, 8>(c);
+  Products two = run, four = run;
+  if constexpr (kFew > 1) {
+    two = c.set.bits == 4 ? products_of<2, 4>(c) : products_of<2, 8>(c);
+    four = c.set.bits == 4 ? products_of<4, 4>(c) : products_of<4, 8>(c);
+  }
   const float* bias = c.bias.as<float>();
   int64_t first = item * c.tile, count = std::min(c.tile, c.wide - first);
   alignas(32) float own[4 * kTile], other[4 * kTile];
   for (int64_t row = 0, n; row < c.rows; row += n) {
-    n = c.rows - row >= 4 ? 4 : c.rows - row >= 2 ? 2 : 1;
+    n = std::min(kFew, c.rows - row >= 4 ? 4 : std::min<int64_t>(c.rows - row, 2));
     auto multiply = [&](int64_t from, float* out) {
-      run[n / 2](c, scratch, row, from, count, out);
+      for (int64_t b = 0; row == 0 && c.offsets.data && b < c.blocks; ++b)
+        for (int64_t j = 0; j < count; j += 16) __builtin_prefetch(c.offsets.as<float>() + b * c.N + from + j, 0, 2);
+      (n == 4 ? four : n == 2 ? two : run)(c, scratch, row, from, count, out);
       for (int64_t i = 0; i < n && c.offsets.data; ++i) add_offsets(c, row + i, from, count, out + i * kTile);
       for (int64_t i = 0; i < n && bias; ++i)
         for (int64_t j = 0; j < count; ++j) out[i * kTile + j] += bias[from + j];
@@ -366,7 +449,8 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   c.tile = std::clamp<int64_t>(c.wide / kPieces / 32 * 32, 32, kTile);
   c.rows = 1;
   for (size_t i = 0; i + 1 < c.x.rank; ++i) c.rows *= c.x.size[i];
-  c.turned = c.set.bits == 4 && !c.set.exact && c.rows >= kTurned;
+  c.turned = c.set.exact ? kFew == 1 : c.rows >= kTurned;
+  for (c.shift = 0; (codes::kBytes * 8 / c.set.bits << c.shift) < c.set.block;) ++c.shift;
   if (!fits(c)) return api.fail("Linear: the sizes of the input and the weight do not fit");
   int64_t sizes[4];
   std::copy(c.x.size, c.x.size + 4, sizes);
@@ -377,10 +461,16 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
   size_t group = c.set.bits == 8 ? sizeof(codes::Group<8>) : sizeof(codes::Group<4>);
-  c.inputs.resize(c.rows * c.groups * group + 32);
-  c.steps.resize(c.rows * c.padded);
-  c.totals.resize(c.rows * c.padded);
-  if (c.offsets.data) c.sums.resize(c.rows * c.padded);
+  c.together = 1;
+#if defined(__AVX2__)
+  if (c.turned) c.together = codes::kRows;
+#endif
+  const int64_t rows = (c.rows + c.together - 1) / c.together * c.together;
+  c.inputs.resize(rows * c.groups * group + 32);
+  c.steps.resize(rows * c.padded);
+  c.totals.resize(rows * c.padded);
+  if (c.offsets.data) c.sums.resize(rows * c.padded);
+  if (c.turned) c.starts.resize(rows * c.padded);
   return nullptr;
 }
 
