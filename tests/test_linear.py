@@ -141,8 +141,7 @@ def test_every_form_may_have_offsets(form, exact, tmp_path):
             assert (found - other).abs().max() > near
 
 
-# Flags of a compiler after those for this processor: strips of 8 sums instead of 16, without VNNI, without vectors of 32
-# bytes.
+# A compiler's flag after those for this processor: strips of 8 weight rows, not 16; no VNNI; no vectors of 32 bytes.
 PROCESSORS = {
     "avx512-vnni-256": "-mno-avx512bw",
     "avx2": "-march=haswell",

@@ -16,18 +16,19 @@
 
 namespace {
 
-constexpr int64_t kTile = 128;    // weight rows of a piece of work, at most
-constexpr int64_t kPieces = 8;    // as many there are at least, so that threads find something to do
+constexpr int64_t kTile = 128;           // weight rows of a piece of work, at most
+constexpr int64_t kPieces = 8;           // as many there are at least, so that threads find something to do
 #if defined(__AVX2__) && ACCEL_WIDE_STRIPS
-constexpr int64_t kTurned = 2;    // rows from which on weights are turned; where results are to be exact, any
-constexpr int64_t kFew = 1;       // rows that are multiplied with weights as they lie, at most
+constexpr int64_t kTurned = 2;           // rows from which on weights are turned; where results are to be exact, any
+constexpr int64_t kFew = 1;              // rows that are multiplied together with weights as they lie, at most
 #else
-constexpr int64_t kTurned = 16;   // unless results are to be exact
+constexpr int64_t kTurned = 16;          // unless results are to be exact
 constexpr int64_t kFew = 4;
 #endif
-constexpr int64_t kNear = 1 << 17; // bytes of turned weights that input rows go through together
-constexpr int64_t kChunk = 1 << 14; // bytes of a strip of them, where blocks are not larger
-constexpr int64_t kAhead = 4096;  // bytes that memory is asked for ahead of a single row's products
+constexpr int64_t kLongest = 1 << 16;    // of a block whose products are summed in 32 bits
+constexpr int64_t kNear = 1 << 17;       // bytes of turned weights that input rows go through together
+constexpr int64_t kPart = 1 << 14;       // bytes of a turned strip of them, unless a block has more
+constexpr int64_t kAhead = 4096;         // bytes that memory is asked for ahead of a single row's products
 
 enum Gate { kNone, kSilu, kGelu, kGeluTanh };
 
@@ -44,14 +45,13 @@ struct Call {
   int64_t blocks, groups, bytes, padded;  // of a row; padded: floats of a row by blocks
   bool half;                              // whether the scales are bfloat16, else float
   bool turned;                            // whether many rows share each weight, so that it pays to turn them
-  std::vector<char> inputs;               // Group<bits> [rows, groups], aligned within
-  std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]; totals: what zero points add
-  std::vector<float> sums;                // of the numbers of the inputs' blocks [rows, padded], for offsets
-  std::vector<int32_t> starts;            // [rows, padded]: what products with turned weights begin with
-  int64_t together;                       // input rows that lie beside each other
+  int64_t together;                       // input rows that are multiplied with turned weights at once; else 1
+  std::vector<char> inputs;               // Group<bits> [rows / together, groups, together], aligned within
+  std::vector<float> steps, totals;       // of the inputs' blocks: [rows / together, padded, together]; totals: what
+  std::vector<float> sums;                // zero points add; sums: of their numbers, for offsets
+  std::vector<int32_t> starts;            // alike: what products with turned weights begin with
   int64_t shift;                          // turned: a block is of 2^shift groups, where it is not of a part of one
 
-  // Rows that are multiplied together lie beside each other, number by number of what they have.
   int64_t place(int64_t row, int64_t i, int64_t count) const {
     return (row / together * count + i) * together + row % together;
   }
@@ -354,7 +354,7 @@ void work_turned(const Call& c, int64_t item) {
   const int64_t first = item * c.tile, count = (std::min(c.tile, c.wide - first) + kWide - 1) / kWide;
   const int64_t all_of = c.set.gate ? 2 * count : count, block = std::max<int64_t>(1, c.set.block / codes::Group<bits>::kSize);
   const int64_t vectors = codes::kVectors<bits> * int64_t(sizeof(codes::Numbers));
-  const int64_t part = std::max(block, kChunk / vectors / block * block);
+  const int64_t part = std::max(block, kPart / vectors / block * block);
   const bool kept = c.rows > codes::kRows;
   const int64_t most = !kept ? 1 : std::max<int64_t>(1, kNear / (vectors * std::min(part, c.groups)));
   if (int64_t(strips.size()) < most) strips.resize(most);
@@ -449,7 +449,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   c.tile = std::clamp<int64_t>(c.wide / kPieces / 32 * 32, 32, kTile);
   c.rows = 1;
   for (size_t i = 0; i + 1 < c.x.rank; ++i) c.rows *= c.x.size[i];
-  c.turned = c.set.exact ? kFew == 1 : c.rows >= kTurned;
+  c.turned = c.set.block <= kLongest && (c.set.exact ? kFew == 1 : c.rows >= kTurned);
   for (c.shift = 0; (codes::kBytes * 8 / c.set.bits << c.shift) < c.set.block;) ++c.shift;
   if (!fits(c)) return api.fail("Linear: the sizes of the input and the weight do not fit");
   int64_t sizes[4];
