@@ -141,6 +141,16 @@ def test_every_form_may_have_offsets(form, exact, tmp_path):
             assert (found - other).abs().max() > near
 
 
+@pytest.mark.parametrize("exact", [0, 1])
+def test_a_block_of_more_products_than_32_bits_hold(exact, tmp_path):
+    k = 2**17
+    q = torch.full((3, 1, k), 255, dtype=torch.uint8)
+    run = linear(tmp_path, ["x", q, torch.ones(3, 1)], bits=8, block=k, exact=exact)
+    for rows in (1, 2, 9, 30):
+        want = torch.full((1, rows, 3), 127.0 * k)
+        torch.testing.assert_close(run(x=torch.ones(1, rows, k)), want, rtol=1e-5, atol=0)
+
+
 # A compiler's flag after those for this processor: strips of 8 weight rows, not 16; no VNNI; no vectors of 32 bytes.
 PROCESSORS = {
     "avx512-vnni-256": "-mno-avx512bw",
@@ -209,30 +219,35 @@ EXACT = [(4, 64), (4, 16), (8, 16), (8, 128)]
 @pytest.mark.parametrize("form", EXACT, ids=str)
 def test_rows_are_equal_bit_for_bit(form, tmp_path):
     """However many rows and threads there are."""
+    assert not differing(form, 1, tmp_path)
+
+
+@pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="rows go one way"
+)
+@pytest.mark.parametrize("form", EXACT, ids=str)
+def test_a_row_alone_is_computed_another_way(form, tmp_path):
+    """The control: where bits may differ, they do."""
+    assert 1 in differing(form, 0, tmp_path)
+
+
+def differing(form, exact, folder):
+    """The numbers of rows in a call that get other bits than 33 rows do."""
     bits, block = form
     q, scales, _ = weight(bits, block, 704, 300)
     more, norm = torch.randn(1, 33, 300), torch.rand(704)
     offsets = torch.randn(scales.shape[1], 300) * 0.05
     given = ["x", q, scales, None, None, norm, "more", offsets]
-    x = torch.randn(1, 33, 704)
-
-    def differing(exact):
-        found = set()
-        for threads in (1, 2, 16):
-            run = linear(
-                tmp_path, given, threads, bits=bits, block=block, epsilon=1e-5, exact=exact
-            )
-            whole = run(x=x, more=more)
-            for rows in (1, 2, 3, 5, 8, 9, 27):
-                for start in range(0, 33 - rows + 1, rows):
-                    part = slice(start, start + rows)
-                    if not torch.equal(run(x=x[:, part], more=more[:, part]), whole[:, part]):
-                        found.add(rows)
-        return found
-
-    assert not differing(exact=1)
-    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        assert 1 in differing(exact=0)  # many rows are computed another way
+    x, found = torch.randn(1, 33, 704), set()
+    for threads in (1, 2, 16):
+        run = linear(folder, given, threads, bits=bits, block=block, epsilon=1e-5, exact=exact)
+        whole = run(x=x, more=more)
+        for rows in (1, 2, 3, 5, 8, 9, 27):
+            for start in range(0, 33 - rows + 1, rows):
+                part = slice(start, start + rows)
+                if not torch.equal(run(x=x[:, part], more=more[:, part]), whole[:, part]):
+                    found.add(rows)
+    return found
 
 
 GATES = {

@@ -294,16 +294,15 @@ void take(const Call& c, int64_t first, int64_t g, int64_t end, bool kept, codes
   }
   if (!kept) return;
   strip.reserve((end - g) * codes::kVectors<bits>);
-  for (int64_t k = 0; k < end - g; ++k)
-    codes::turn<bits>(strip.rows, k * codes::kBytes, strip.numbers + codes::kVectors<bits> * k);
+  for (int64_t k = 0; k < end - g; ++k) codes::turn<bits>(strip, k);
 }
 
 // N input rows from `row` on times groups [g, end) of weight rows, added to out [N, kWide].
 template <int bits, int N, bool kept>
 void multiply(const Call& c, const codes::Strip& strip, int64_t row, int64_t g, int64_t end, float* out) {
   const int64_t b = block_of(c, g), at = c.at(row, b), size = codes::Group<bits>::kSize;
-  codes::Rows<bits> x = {c.input<bits>(row, g), c.steps.data() + at, c.totals.data() + at, c.sums.data() + at,
-                         c.starts.data() + at};
+  codes::Rows<bits> x = {c.input<bits>(row, g), c.steps.data() + at, c.totals.data() + at,
+                         c.offsets.data ? c.sums.data() + at : nullptr, c.starts.data() + at};
   auto run = c.set.block >= size       ? codes::multiply<bits, N, 0, kept>
              : c.set.block * 2 == size ? codes::multiply<bits, N, 2, kept>
                                        : codes::multiply<bits, N, 4, kept>;

@@ -7,7 +7,9 @@
 #if defined(__AVX2__)
 #include "codes.h"
 
+// Registers hold what is turned and summed only where everything that has a hand in it is in one place, unrolled.
 #define ACCEL_UNROLL _Pragma("GCC unroll 16")
+#define ACCEL_INLINE inline __attribute__((always_inline))
 
 namespace codes {
 
@@ -81,7 +83,7 @@ inline Numbers lower_halves(Numbers x) { return _mm512_slli_epi32(x, 16); }
 inline Numbers upper_halves(Numbers x) { return _mm512_and_si512(x, _mm512_set1_epi32(0xffff0000)); }
 
 // 32 bytes of each row -> eight vectors.
-inline void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
+ACCEL_INLINE void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
   ACCEL_UNROLL for (int half = 0; half < 2; ++half, at += 16, out += 4) {
     auto sixteen = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)); };
     Numbers r[4], s[4];
@@ -114,7 +116,7 @@ inline Numbers lower_halves(Numbers x) { return _mm256_slli_epi32(x, 16); }
 inline Numbers upper_halves(Numbers x) { return _mm256_and_si256(x, _mm256_set1_epi32(0xffff0000)); }
 
 // 32 bytes of each row -> eight vectors.
-inline void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
+ACCEL_INLINE void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
   Numbers r[8], s[8];
   for (int i = 0; i < 8; ++i) r[i] = bytes(rows[i] + at);
   for (int i = 0; i < 8; i += 2) {
@@ -136,7 +138,7 @@ inline void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
 
 // Vector i of a group, of the eight that its bytes are turned into.
 template <int bits>
-inline Numbers unpacked(const Numbers* turned, int i) {
+ACCEL_INLINE Numbers unpacked(const Numbers* turned, int i) {
   if (bits == 4) return i < 8 ? below(turned[i]) : above(turned[i - 8]);
 #if ACCEL_VNNI
   return turned[i];
@@ -145,17 +147,24 @@ inline Numbers unpacked(const Numbers* turned, int i) {
 #endif
 }
 
+// Asks memory for group g of the next strip: more rows at once than the processor foresees.
+ACCEL_INLINE void ahead(const Strip& strip, int64_t g) {
+  if (g % 2 == 0)  // a line of a cache has two groups
+    ACCEL_UNROLL for (int i = 0; i < kWide; ++i) __builtin_prefetch(strip.rows[i] + g * kBytes + strip.next, 0, 2);
+}
+
 // One group of each row -> its vectors.
 template <int bits>
-inline void turn(const uint8_t* const* rows, int64_t at, Numbers* out) {
-  Numbers turned[8];
-  turn_bytes(rows, at, turned);
+ACCEL_INLINE void turn(const Strip& strip, int64_t g) {
+  Numbers turned[8], *out = strip.numbers + kVectors<bits> * g;
+  ahead(strip, g);
+  turn_bytes(strip.rows, g * kBytes, turned);
   ACCEL_UNROLL for (int i = 0; i < kVectors<bits>; ++i) out[i] = unpacked<bits>(turned, i);
 }
 
 // Eight floats of each row, or sixteen bfloat16, `at` bytes behind the first -> as many vectors.
 template <bool half>
-inline void turn_scales(const uint8_t* const* rows, int64_t at, float* out) {
+ACCEL_INLINE void turn_scales(const uint8_t* const* rows, int64_t at, float* out) {
   Numbers turned[8];
   turn_bytes(rows, at, turned);
   ACCEL_UNROLL for (int i = 0; i < 8; ++i) {
@@ -177,8 +186,8 @@ inline int32_t four(const int8_t* code) {
 // Adds up the products of vectors [first, first + count) of a group with its numbers in N input rows; count is at most
 // 8, so that sums of two products of 4 bits stay below 2^15. weight(i): a vector.
 template <int bits, int N, typename W>
-inline void add(W weight, const Group<bits>* x, int first, int count, Numbers* sums) {
-  auto number = [&](int n, int i) { return every(four(x[n].code + 4 * i)); };
+ACCEL_INLINE void add(W weight, const Group<bits>* x, int first, int count, Numbers* sums) {
+  auto number = [&](int n, int i) __attribute__((always_inline)) { return every(four(x[n].code + 4 * i)); };
 #if ACCEL_VNNI
   ACCEL_UNROLL for (int i = first; i < first + count; ++i) {
     Numbers w = weight(i);
@@ -232,11 +241,10 @@ void multiply(const Strip& strip, const Rows<bits>& x, int64_t blocks, int64_t s
       for (int64_t g = EACH ? b / E : b << shift, end = g + each; g < end; ++g) {
         const Numbers* w = strip.numbers + V * g;
         if (!kept && !e) {
-          if (g % 2 == 0)
-            ACCEL_UNROLL for (int i = 0; i < kWide; ++i) __builtin_prefetch(strip.rows[i] + g * kBytes + strip.next, 0, 2);
+          ahead(strip, g);
           turn_bytes(strip.rows, g * kBytes, turned);
         }
-        auto weight = [&](int i) { return kept ? w[i] : unpacked<bits>(turned, i); };
+        auto weight = [&](int i) __attribute__((always_inline)) { return kept ? w[i] : unpacked<bits>(turned, i); };
         const Group<bits>* codes = x.codes + g * kRows;
         add<bits, N>(weight, codes, e * part, part, sums);
         if (bits == 4) add<bits, N>(weight, codes, 8 + e * part, part, sums);
