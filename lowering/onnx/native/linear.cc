@@ -25,6 +25,9 @@ constexpr int64_t kFew = 1;              // rows that are multiplied together wi
 constexpr int64_t kTurned = 16;          // unless results are to be exact
 constexpr int64_t kFew = 4;
 #endif
+#if defined(__AVX2__)
+constexpr int64_t kKept = 2 * codes::kRows;  // rows beyond which turned strips are kept for all of them
+#endif
 constexpr int64_t kLongest = 1 << 16;    // of a block whose products are summed in 32 bits
 constexpr int64_t kNear = 1 << 17;       // bytes of turned weights that input rows go through together
 constexpr int64_t kPart = 1 << 14;       // bytes of a turned strip of them, unless a block has more
@@ -354,7 +357,7 @@ void work_turned(const Call& c, int64_t item) {
   const int64_t all_of = c.set.gate ? 2 * count : count, block = std::max<int64_t>(1, c.set.block / codes::Group<bits>::kSize);
   const int64_t vectors = codes::kVectors<bits> * int64_t(sizeof(codes::Numbers));
   const int64_t part = std::max(block, kPart / vectors / block * block);
-  const bool kept = c.rows > codes::kRows;
+  const bool kept = c.rows > kKept;
   const int64_t most = !kept ? 1 : std::max<int64_t>(1, kNear / (vectors * std::min(part, c.groups)));
   if (int64_t(strips.size()) < most) strips.resize(most);
   const int64_t rows = (c.rows + codes::kRows - 1) / codes::kRows * codes::kRows;
@@ -368,7 +371,7 @@ void work_turned(const Call& c, int64_t item) {
       for (int64_t row = 0; row < c.rows; row += codes::kRows) {
         const int64_t left = c.rows - row;
         Multiply run = multiply_of<bits, true>(left);
-        if constexpr (kTurned <= codes::kRows)
+        if constexpr (kTurned <= kKept)
           if (!kept) run = multiply_of<bits, false>(left);
         for (int64_t i = s; i < end; ++i)
           run(c, strips[i - s], row, g, last, products.data() + (i * rows + row) * kWide);
