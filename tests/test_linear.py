@@ -3,6 +3,7 @@
 import itertools
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import models
@@ -18,13 +19,14 @@ from accel.ir.ops.quantized import dequantize, pack, round_activations
 from accel.ir.weights import multiplied
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import join
-from accel.lowering.onnx.native.compile import find_compiler
+from accel.lowering.onnx.native.compile import compile_library, find_compiler
 from accel.lowering.onnx.writer.builder import DTYPES
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
 
 pytestmark = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 SIZES = [(1024, 96), (80, 33), (16, 3), (2816, 40), (200, 130)]
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 23, 24, 25, 100)  # fewer and more than are multiplied together
 
 
 def weight(bits, block, k, n, zeros=False, seed=0):
@@ -97,7 +99,7 @@ def of_offsets(x, offsets, block):
 
 FORMS = [
     (bits, block, zeros)
-    for bits, block, zeros in itertools.product((4, 8), (16, 32, 64, 128), (False, True))
+    for bits, block, zeros in itertools.product((4, 8), (16, 32, 64, 128, 256), (False, True))
     if bits == 4 or not zeros
 ]
 
@@ -110,7 +112,7 @@ def test_every_form_equals_the_reference(form, dtype, tmp_path):
         q, scales, points = weight(bits, block, k, n, zeros)
         scales = scales.to(dtype)
         run = linear(tmp_path, ["x", q, scales, points], bits=bits, block=block)
-        for rows in (1, 2, 3, 4, 7, 9, 27, 37):
+        for rows in ROWS:
             x = torch.randn(1, rows, k, generator=torch.Generator().manual_seed(rows))
             want = reference(x, q, scales, points, bits, block)
             torch.testing.assert_close(
@@ -128,7 +130,7 @@ def test_every_form_may_have_offsets(form, exact, tmp_path):
         offsets = torch.randn(scales.shape, generator=torch.Generator().manual_seed(1)) * 0.05
         given = ["x", q, scales, points, None, None, None, offsets]
         run = linear(tmp_path, given, bits=bits, block=block, exact=exact)
-        for rows in (1, 2, 3, 7, 27):
+        for rows in ROWS:
             x = torch.randn(1, rows, k, generator=torch.Generator().manual_seed(rows))
             products = reference(x, q, scales, points, bits, block)
 
@@ -185,6 +187,63 @@ def test_scales_and_offsets_are_read_as_they_lie(dtype, least, exact, tmp_path):
                 assert (run(x=x).double() - wrong).abs().max() > near
 
 
+@pytest.mark.parametrize("exact", [0, 1])
+def test_a_block_of_more_products_than_32_bits_hold(exact, tmp_path):
+    k = 2**17
+    q = torch.full((3, 1, k), 255, dtype=torch.uint8)
+    run = linear(tmp_path, ["x", q, torch.ones(3, 1)], bits=8, block=k, exact=exact)
+    for rows in (1, 2, 9, 30):
+        want = torch.full((1, rows, 3), 127.0 * k)
+        torch.testing.assert_close(run(x=torch.ones(1, rows, k)), want, rtol=1e-5, atol=0)
+
+
+# A compiler's flag after those for this processor: strips of 8 weight rows, not 16; no VNNI; no vectors of 32 bytes.
+PROCESSORS = {
+    "avx512-vnni-256": "-mno-avx512bw",
+    "avx2": "-march=haswell",
+    "sse2": "-march=x86-64",
+}
+
+
+@pytest.fixture(scope="module")
+def compiled_for(tmp_path_factory):
+    """The operators for another processor."""
+    compiler = find_compiler()
+    assert compiler is not None
+
+    @cache
+    def compiled(processor):
+        folder = tmp_path_factory.mktemp(processor)
+        return compile_library(compiler, folder, lambda *_: None, [PROCESSORS[processor]])
+
+    return compiled
+
+
+@pytest.mark.long
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86-64")
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_every_processor_passes_these_tests(processor, compiled_for, tmp_path, monkeypatch):
+    if processor != "sse2" and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        pytest.skip("without AVX2")
+    own = native.library()[0]
+    made = compiled_for(processor)
+    assert made.read_bytes() != own.read_bytes()
+    monkeypatch.setattr(native, "library", lambda: (made, ""))
+    for form in FORMS:
+        for dtype in (torch.float32, torch.bfloat16):
+            test_every_form_equals_the_reference(form, dtype, tmp_path)
+        for exact in (0, 1):
+            test_every_form_may_have_offsets(form, exact, tmp_path)
+    for form in EXACT:
+        test_rows_are_equal_bit_for_bit(form, tmp_path)
+    for dtype, least, exact in itertools.product(
+        (None, torch.uint8, torch.int8), ("none", None, torch.uint8), (0, 1)
+    ):
+        test_scales_and_offsets_are_read_as_they_lie(dtype, least, exact, tmp_path)
+    for gate, form in itertools.product((0, *GATES), AROUND):
+        test_what_stands_around_it(gate, form, tmp_path)
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of AVX2")
 def test_it_is_compiled_where_nothing_is_unrolled(tmp_path):
     """Numbers that instructions hold are constants as they are written, as clang demands at every level."""
@@ -204,33 +263,41 @@ def test_an_input_that_is_not_rounded_is_another_result(tmp_path):
     assert (got - exact).abs().max() > 1e-3 * exact.abs().max()
 
 
-@pytest.mark.parametrize("form", [(4, 64), (4, 16), (8, 128)], ids=str)
+EXACT = [(4, 64), (4, 16), (8, 16), (8, 128)]
+
+
+@pytest.mark.parametrize("form", EXACT, ids=str)
 def test_rows_are_equal_bit_for_bit(form, tmp_path):
     """However many rows and threads there are."""
+    assert not differing(form, 1, tmp_path)
+
+
+@pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="rows go one way"
+)
+@pytest.mark.parametrize("form", EXACT, ids=str)
+def test_a_row_alone_is_computed_another_way(form, tmp_path):
+    """The control: where bits may differ, they do."""
+    assert 1 in differing(form, 0, tmp_path)
+
+
+def differing(form, exact, folder):
+    """The numbers of rows in a call that get other bits than 33 rows do."""
     bits, block = form
     q, scales, _ = weight(bits, block, 704, 300)
     more, norm = torch.randn(1, 33, 300), torch.rand(704)
     offsets = torch.randn(scales.shape) * 0.05
     given = ["x", q, scales, None, None, norm, "more", offsets]
-    x = torch.randn(1, 33, 704)
-
-    def differing(exact):
-        found = set()
-        for threads in (1, 2):
-            run = linear(
-                tmp_path, given, threads, bits=bits, block=block, epsilon=1e-5, exact=exact
-            )
-            whole = run(x=x, more=more)
-            for rows in (1, 2, 3, 5, 27):
-                for start in range(0, 33 - rows + 1, rows):
-                    part = slice(start, start + rows)
-                    if not torch.equal(run(x=x[:, part], more=more[:, part]), whole[:, part]):
-                        found.add(rows)
-        return found
-
-    assert not differing(exact=1)
-    if bits == 4 and torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        assert 1 in differing(exact=0)  # many rows are computed another way
+    x, found = torch.randn(1, 33, 704), set()
+    for threads in (1, 2, 16):
+        run = linear(folder, given, threads, bits=bits, block=block, epsilon=1e-5, exact=exact)
+        whole = run(x=x, more=more)
+        for rows in (1, 2, 3, 5, 8, 9, 27):
+            for start in range(0, 33 - rows + 1, rows):
+                part = slice(start, start + rows)
+                if not torch.equal(run(x=x[:, part], more=more[:, part]), whole[:, part]):
+                    found.add(rows)
+    return found
 
 
 GATES = {
@@ -240,27 +307,34 @@ GATES = {
 }
 
 
+AROUND = [(4, 16), (4, 32), (4, 128), (8, 16), (8, 32), (8, 256)]
+
+
+@pytest.mark.parametrize("form", AROUND, ids=str)
 @pytest.mark.parametrize("gate", [0, *GATES])
-def test_what_stands_around_it(gate, tmp_path):
+def test_what_stands_around_it(gate, form, tmp_path):
     """Norm, bias, gate and sum, as PyTorch has them; a tiny, a huge and a zero row among others."""
+    bits, block = form
     k, n = 96, 2 * 37
-    q, scales, _ = weight(4, 32, k, n)
+    q, scales, _ = weight(bits, block, k, n)
+    scales = scales * 2.0 ** (4 - bits)
     bias, norm = torch.randn(n), torch.rand(k)
-    for offsets in (None, torch.randn(n, k // 32) * 0.05):
+    for offsets in (None, torch.randn(n, -(-k // block)) * 0.05):
         given = ["x", q, scales, None, bias, norm, "more", offsets]
-        run = linear(tmp_path, given, bits=4, block=32, gate=gate, epsilon=1e-3)
-        for repeat in (1, 3):  # few rows, and so many that weights are turned
-            around(run, repeat, q, scales, bias, norm, gate, offsets)
+        run = linear(tmp_path, given, bits=bits, block=block, gate=gate, epsilon=1e-3)
+        for repeat in (1, 3):  # 10 rows, and 30
+            around(run, form, repeat, q, scales, bias, norm, gate, offsets)
 
 
-def around(run, repeat, q, scales, bias, norm, gate, offsets):
+def around(run, form, repeat, q, scales, bias, norm, gate, offsets):
+    bits, block = form
     k, n = norm.numel(), bias.numel()
     x = torch.randn(2, 5, k) * torch.tensor([1e-20, 1.0, 1e4, 0.0, 30.0])[:, None]
     x = x.repeat(1, repeat, 1)
     normed = torch.nn.functional.rms_norm(x, (k,), norm, 1e-3)
-    want = reference(normed, q, scales, None, 4, 32) + bias
+    want = reference(normed, q, scales, None, bits, block) + bias
     if offsets is not None:
-        want = want + of_offsets(normed, offsets, 32)
+        want = want + of_offsets(normed, offsets, block)
     if gate:
         want = GATES[gate](want[..., : n // 2]) * want[..., n // 2 :]
     more = torch.randn(want.shape)

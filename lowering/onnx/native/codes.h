@@ -108,9 +108,9 @@ inline void put(v8 x, int8_t* to) {
 }
 
 // x [blocks * block] -> whole numbers of 127 steps up to a block's largest; steps [blocks], and totals
-// [blocks]: what a zero point of `zero` (more than 0) adds where the weight's scale is 1.
+// [blocks]: the sums of those whole numbers. What is written of a block or a group lies `apart` from the next.
 template <int bits>
-void round_row(const float* x, int64_t block, int64_t blocks, float zero, float* steps, float* totals,
+void round_row(const float* x, int64_t block, int64_t blocks, int64_t apart, float* steps, float* totals,
                Group<bits>* out) {
   constexpr int64_t size = Group<bits>::kSize;
   for (int64_t b = 0; b < blocks; ++b, x += block) {
@@ -119,13 +119,13 @@ void round_row(const float* x, int64_t block, int64_t blocks, float zero, float*
       v8 v = load(x + i), size_of = v < all(0.0f) ? -v : v;
       high = size_of > high ? size_of : high;
     }
-    steps[b] = largest(high) / 127;
-    v8 by = all(steps[b] == 0 ? 1.0f : steps[b]), total = {};
+    const float step = largest(high) / 127;
+    v8 by = all(step == 0 ? 1.0f : step), total = {};
     for (int64_t i = 0; i < block; i += 16) {
       int64_t at = b * block + i, place = at % size;
       v8 first = whole(load(x + i) / by), second = whole(load(x + i + 8) / by);
       total += first + second;
-      int8_t* code = out[at / size].code;
+      int8_t* code = out[at / size * apart].code;
       if (bits == 8) {
         put(first, code + place);
         put(second, code + place + 8);
@@ -134,7 +134,8 @@ void round_row(const float* x, int64_t block, int64_t blocks, float zero, float*
         put(__builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15), code + 32 + place / 2);
       }
     }
-    totals[b] = sum(total) * steps[b] * zero;
+    steps[b * apart] = step;
+    totals[b * apart] = sum(total);
   }
 }
 

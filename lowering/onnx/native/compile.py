@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -55,8 +55,12 @@ def key(compiler: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(compiler: str, folder: Path, progress: Progress) -> Path:
-    """The library, in `folder`, which is empty. Raises CompileError, OSError or subprocess.TimeoutExpired."""
+def compile_library(
+    compiler: str, folder: Path, progress: Progress, more: Sequence[str] = ()
+) -> Path:
+    """The library, in `folder`, which is empty. more: flags after the usual ones, for another processor than this.
+    Raises CompileError, OSError or subprocess.TimeoutExpired.
+    """
     end = time.monotonic() + SECONDS
     sources = sorted(_SOURCES.glob("*.cc"), key=lambda file: -file.stat().st_size)
     objects = [str(folder / f"{source.stem}.o") for source in sources]
@@ -64,7 +68,7 @@ def compile_library(compiler: str, folder: Path, progress: Progress) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             jobs = [
-                pool.submit(_run, [compiler, *_FLAGS, "-c", str(source), "-o", made], end)
+                pool.submit(_run, [compiler, *_FLAGS, *more, "-c", str(source), "-o", made], end)
                 for source, made in zip(sources, objects, strict=True)
             ]
             progress(step, 0.0)

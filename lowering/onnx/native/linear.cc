@@ -17,17 +17,28 @@
 
 namespace {
 
-constexpr int64_t kTile = 128;    // weight rows of a piece of work, at most
-constexpr int64_t kPieces = 8;    // as many there are at least, so that threads find something to do
-constexpr int64_t kTurned = 24;   // rows from which on 4-bit weights are turned, unless results are to be exact
-constexpr int64_t kNear = 1 << 17; // bytes of turned weights that input rows go through together
-constexpr int64_t kTogether = 16;  // those rows
-constexpr int64_t kAhead = 4096;  // bytes that memory is asked for ahead of a single row's products
+constexpr int64_t kTile = 128;           // weight rows of a piece of work, at most
+constexpr int64_t kPieces = 8;           // as many there are at least, so that threads find something to do
+#if defined(__AVX2__) && ACCEL_WIDE_STRIPS
+constexpr int64_t kTurned = 2;           // rows from which on weights are turned; where results are to be exact, any
+constexpr int64_t kFew = 1;              // rows that are multiplied together with weights as they lie, at most
+#else
+constexpr int64_t kTurned = 16;          // unless results are to be exact
+constexpr int64_t kFew = 4;
+#endif
+#if defined(__AVX2__)
+constexpr int64_t kKept = 2 * codes::kRows;  // rows beyond which turned strips are kept for all of them
+#endif
+constexpr int64_t kLongest = 1 << 16;    // of a block whose products are summed in 32 bits
+constexpr int64_t kNear = 1 << 17;       // bytes of turned weights that input rows go through together
+constexpr int64_t kPart = 1 << 14;       // bytes of a turned strip of them, unless a block has more
+constexpr int64_t kAhead = 4096;         // bytes that memory is asked for ahead of a single row's products
 
 enum Gate { kNone, kSilu, kGelu, kGeluTanh };
 
 struct Settings {
-  int64_t bits, block, gate, exact, middle;
+  int64_t bits, block, gate, exact;
+  int64_t middle;  // scales that an offset has besides its own number
   float epsilon;
 };
 
@@ -37,16 +48,25 @@ struct Call {
   float* out;
   int64_t rows, K, N, wide, tile;         // wide: columns of the result; tile: of a piece of work
   int64_t blocks, groups, bytes, padded;  // of a row; padded: floats of a row by blocks
-  steps::Numbers scale, least;            // of the weight's blocks; what its offsets have besides `middle` scales
+  steps::Numbers scale, offset;           // of the weight's blocks
   bool turned;                            // whether many rows share each weight, so that it pays to turn them
-  std::vector<char> inputs;               // Group<bits> [rows, groups], aligned within
-  std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]; totals: what zero points add
-  std::vector<float> sums;                // of the numbers of the inputs' blocks [rows, padded], for offsets
+  int64_t together;                       // input rows that are multiplied with turned weights at once; else 1
+  std::vector<char> inputs;               // Group<bits> [rows / together, groups, together], aligned within
+  std::vector<float> steps, totals;       // of the inputs' blocks: [rows / together, padded, together]; totals: what
+  std::vector<float> sums;                // zero points add; sums: of their numbers, for offsets
+  std::vector<int32_t> starts;            // alike: what products with turned weights begin with
+  int64_t shift;                          // turned: a block is of 2^shift groups, where it is not of a part of one
+
+  int64_t place(int64_t row, int64_t i, int64_t count) const {
+    return (row / together * count + i) * together + row % together;
+  }
+
+  int64_t at(int64_t row, int64_t block) const { return place(row, block, padded); }
 
   template <int bits>
-  codes::Group<bits>* input(int64_t row) const {
-    auto at = (reinterpret_cast<uintptr_t>(inputs.data()) + 31) / 32 * 32;
-    return reinterpret_cast<codes::Group<bits>*>(at) + row * groups;
+  codes::Group<bits>* input(int64_t row, int64_t group = 0) const {
+    auto begin = (reinterpret_cast<uintptr_t>(inputs.data()) + 31) / 32 * 32;
+    return reinterpret_cast<codes::Group<bits>*>(begin) + place(row, group, groups);
   }
 };
 
@@ -79,34 +99,53 @@ void round_row(Call& c, int64_t row) {
       std::copy(x, x + c.K, buffer.data());
     x = buffer.data();
   }
-  int64_t at = row * c.padded;
   if (c.offsets.data) {
     for (int64_t b = 0; b < c.blocks; ++b) {
       v8 total = load(x + b * c.set.block);
       for (int64_t i = 8; i < c.set.block; i += 8) total += load(x + b * c.set.block + i);
-      c.sums[at + b] = sum(total);
+      c.sums[c.at(row, b)] = sum(total);
     }
   }
-  float zero = c.zeros.data ? 1.0f : 8.0f;
-  codes::round_row<bits>(x, c.set.block, c.blocks, zero, c.steps.data() + at, c.totals.data() + at, c.input<bits>(row));
+  float* totals = c.totals.data() + c.at(row, 0);
+  float* steps = c.steps.data() + c.at(row, 0);
+  codes::round_row<bits>(x, c.set.block, c.blocks, c.together, steps, totals, c.input<bits>(row));
+  const float zero = c.zeros.data ? 1.0f : bits == 4 ? 8.0f : 0.0f;
+  for (int64_t b = 0; b < c.blocks; ++b) {
+    float& total = totals[b * c.together];
+#if defined(__AVX2__)
+    if (c.turned && !c.zeros.data) c.starts[c.at(row, b)] = -codes::kAbove<bits> * int32_t(total);
+#endif
+    total *= steps[b * c.together] * zero;
+    if (c.offsets.data) total -= float(c.set.middle) * c.sums[c.at(row, b)];
+  }
+}
+
+// The block that group g begins; of the end of the last group: how many there are.
+int64_t block_of(const Call& c, int64_t g) {
+  const int64_t size = codes::kBytes * 8 / c.set.bits;
+  return c.set.block >= size ? g >> c.shift : std::min(g * (size / c.set.block), c.blocks);
 }
 
 // What a thread needs beside the call: by blocks, and a copy of one of the last weight rows, to read beyond
 // the end of the weight.
 struct Scratch {
-  std::vector<float> scales, zeros;  // [4, padded], [padded]
-  std::vector<uint8_t> last, last_scales, last_offsets;
+  std::vector<float> scales, zeros, own, offsets;  // [4, padded], [padded], and two rows of a weight's numbers
+  std::vector<uint8_t> last;
+
+  void fit(const Call& c) {
+    scales.resize(4 * c.padded), zeros.resize(c.padded);
+    own.resize(steps::Numbers::room(c.blocks)), offsets.resize(steps::Numbers::room(c.blocks));
+  }
 };
 
 struct Weight {
   const uint8_t* codes;
-  steps::Row scale, least;
-  const float* zeros;
+  const float *scales, *zeros, *offsets;
 };
 
-Weight weight_of(const Call& c, Scratch& s, int64_t n) {
-  Weight w = {c.q.as<uint8_t>() + n * c.bytes, c.scale.row(n, s.last_scales), c.least.row(n, s.last_offsets),
-              s.zeros.data()};
+inline Weight weight_of(const Call& c, Scratch& s, int64_t n) {
+  Weight w = {c.q.as<uint8_t>() + n * c.bytes, c.scale.floats(n, 0, c.blocks, s.own.data()), s.zeros.data(), nullptr};
+  if (c.offsets.data) w.offsets = c.offset.floats(n, 0, c.blocks, s.offsets.data());
   if (c.zeros.data) {
     const uint8_t* packed = c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2);
     for (int64_t b = 0; b < c.blocks; ++b) s.zeros[b] = float(packed[b / 2] >> b % 2 * 4 & 15);
@@ -118,7 +157,7 @@ Weight weight_of(const Call& c, Scratch& s, int64_t n) {
   return w;
 }
 
-// The sums of one weight row with N input rows. What the zero points add is taken off at the end, less what offsets add.
+// The sums of one weight row with N input rows. What zero points add, less what offsets do, is taken off at the end.
 template <int N, int bits, codes::Spread spread>
 inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>& lanes, int64_t row, int64_t n,
                      v8* out) {
@@ -126,20 +165,18 @@ inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>
   const codes::Group<bits>* x[N];
   float* scales[N];
   v8 less[N], total[N][2];
+  const bool low = bits == 4 || w.offsets;
   for (int i = 0; i < N; ++i) {
+    const int64_t at = (row + i) * c.padded;
+    const float *steps = c.steps.data() + at, *totals = c.totals.data() + at, *sums = c.sums.data() + at;
     x[i] = c.input<bits>(row + i);
     scales[i] = s.scales.data() + i * c.padded;
     less[i] = total[i][0] = total[i][1] = all(0.0f);
-  }
-  const float middle = float(c.set.middle);
-  for (int64_t b = 0; b < c.blocks; b += 8) {
-    v8 scale = w.scale.at(b), zero = c.zeros.data ? scale * load(w.zeros + b) : scale;
-    v8 offset = c.offsets.data ? fused(all(-middle), scale, -w.least.at(b)) : all(0.0f);
-    for (int i = 0; i < N; ++i) {
-      int64_t at = (row + i) * c.padded + b;
-      store(scales[i] + b, scale * load(c.steps.data() + at));
-      if (bits == 4) less[i] = fused(zero, load(c.totals.data() + at), less[i]);
-      if (c.offsets.data) less[i] = fused(offset, load(c.sums.data() + at), less[i]);
+    for (int64_t b = 0; b < c.blocks; b += 8) {
+      v8 scale = load(w.scales + b);
+      store(scales[i] + b, scale * load(steps + b));
+      if (low) less[i] = fused(c.zeros.data ? scale * load(w.zeros + b) : scale, load(totals + b), less[i]);
+      if (w.offsets) less[i] = fused(-load(w.offsets + b), load(sums + b), less[i]);
     }
   }
   auto add = [&](int64_t g, int turn) {
@@ -173,10 +210,12 @@ void products(const Call& c, Scratch& s, int64_t row, int64_t first, int64_t cou
   }
 }
 
-// Of a strip; 0 where there are none.
+// Of up to eight columns; 0 where there are none.
 v8 biases(const Call& c, int64_t first, int64_t count) {
+  if (!c.bias.data) return all(0.0f);
+  if (count == 8) return load(c.bias.as<float>() + first);
   alignas(32) float out[8] = {};
-  if (c.bias.data) std::copy_n(c.bias.as<float>() + first, count, out);
+  std::copy_n(c.bias.as<float>() + first, count, out);
   return load(out);
 }
 
@@ -191,94 +230,133 @@ Products products_of(const Call& c) {
 
 #if defined(__AVX2__)
 
-// Weight rows [first, first + 8), the last one again where there are fewer, turned.
-void turn(const Call& c, Scratch& s, int64_t first, codes::Strip& strip) {
-  strip.reserve(c.groups, c.blocks);
-  if (c.offsets.data) strip.offsets.resize(c.blocks * codes::kWide);
-  const uint8_t* rows[codes::kWide];
-  s.last.resize(codes::kWide * c.groups * codes::kBytes);
-  for (int64_t i = 0; i < codes::kWide; ++i) {
-    int64_t n = std::min(first + i, c.N - 1);
-    rows[i] = c.q.as<uint8_t>() + n * c.bytes;
-    if (n * c.bytes + c.groups * codes::kBytes > c.N * c.bytes) {
-      uint8_t* copy = s.last.data() + i * c.groups * codes::kBytes;
-      std::copy(rows[i], rows[i] + c.bytes, copy);
-      rows[i] = copy;
+// Numbers of blocks [b, b + blocks) of the weight rows of a strip, turned: [blocks, kWide].
+float* table_of(const Call& c, const steps::Numbers& numbers, int64_t first, int64_t b, int64_t blocks, int place,
+                codes::Strip& strip) {
+  using codes::kWide;
+  const int64_t from = b / 8 * 8, padded = (blocks + 15) / 16 * 16, room = steps::Numbers::room(padded);
+  float* table = strip.table(place, padded);
+  const float* rows[kWide];
+  strip.apart.resize(kWide * room);
+  for (int64_t i = 0; i < kWide; ++i) {
+    const int64_t n = std::min(first + i, c.N - 1);
+    rows[i] = numbers.floats(n, from, b + padded, strip.apart.data() + i * room) + b - from;
+  }
+  for (int64_t k = 0; k < blocks; k += 8) codes::turn_floats(rows, k, table + k * kWide);
+  return table;
+}
+
+// Groups [g, end) of weight rows from `first` on, the last one again where there are fewer; with what their blocks have.
+template <int bits>
+void take(const Call& c, int64_t first, int64_t g, int64_t end, bool kept, codes::Strip& strip) {
+  using codes::kWide;
+  const int64_t bytes = (end - g) * codes::kBytes, b = block_of(c, g), blocks = block_of(c, end) - b;
+  strip.next = kWide * c.bytes;
+  for (int64_t i = 0; i < kWide; ++i) {
+    const int64_t n = std::min(first + i, c.N - 1), left = (c.N - n) * c.bytes - g * codes::kBytes;
+    strip.rows[i] = c.q.as<uint8_t>() + n * c.bytes + g * codes::kBytes;
+    if (left >= bytes) continue;  // else what is read goes beyond the end
+    strip.last.resize(kWide * bytes);
+    strip.rows[i] = std::copy_n(strip.rows[i], left, strip.last.data() + i * bytes) - left;
+  }
+  strip.scales = table_of(c, c.scale, first, b, blocks, 0, strip);
+  strip.zeros = c.zeros.data ? strip.table(1, blocks) : nullptr;
+  for (int64_t i = 0; c.zeros.data && i < kWide; ++i) {
+    const uint8_t* packed = c.zeros.as<uint8_t>() + std::min(first + i, c.N - 1) * ((c.blocks + 1) / 2);
+    for (int64_t k = 0; k < blocks; ++k)
+      strip.zeros[k * kWide + i] = -strip.scales[k * kWide + i] * float(packed[(b + k) / 2] >> (b + k) % 2 * 4 & 15);
+  }
+  strip.offsets = nullptr;
+  if (c.offsets.data) {
+    strip.offsets = table_of(c, c.offset, first, b, blocks, 2, strip);
+    const codes::Floats middle = codes::every(float(c.set.middle));
+    for (int64_t k = 0; k < blocks * kWide; k += kWide)
+      codes::put(strip.offsets + k, codes::added(middle, codes::wide(strip.scales + k), codes::wide(strip.offsets + k)));
+  }
+  if (!kept) return;
+  strip.reserve((end - g) * codes::kVectors<bits>);
+  for (int64_t k = 0; k < end - g; ++k) codes::turn<bits>(strip, k);
+}
+
+// N input rows from `row` on times groups [g, end) of weight rows, added to out [N, kWide].
+template <int bits, int N, bool kept>
+void multiply(const Call& c, const codes::Strip& strip, int64_t row, int64_t g, int64_t end, float* out) {
+  const int64_t b = block_of(c, g), at = c.at(row, b), size = codes::Group<bits>::kSize;
+  codes::Rows<bits> x = {c.input<bits>(row, g), c.steps.data() + at, c.totals.data() + at,
+                         c.offsets.data ? c.sums.data() + at : nullptr, c.starts.data() + at};
+  auto run = c.set.block >= size       ? codes::multiply<bits, N, 0, kept>
+             : c.set.block * 2 == size ? codes::multiply<bits, N, 2, kept>
+                                       : codes::multiply<bits, N, 4, kept>;
+  run(strip, x, block_of(c, end) - b, c.shift, out);
+}
+
+using Multiply = void (*)(const Call&, const codes::Strip&, int64_t, int64_t, int64_t, float*);
+
+// For `rows` rows and maybe more, up to kRows.
+template <int bits, bool kept>
+Multiply multiply_of(int64_t rows) {
+  using codes::kRows;
+  if (rows > kRows * 3 / 4) return multiply<bits, kRows, kept>;
+  if (rows > kRows / 2) return multiply<bits, kept ? kRows : kRows * 3 / 4, kept>;
+  if (rows == kRows / 2 || kept) return multiply<bits, kRows / 2, kept>;
+  return rows == 1 ? multiply<bits, 1, kept> : rows == 2 ? multiply<bits, 2, kept> : multiply<bits, 3, kept>;
+}
+
+// Strips of a tile from column j on, and then those that they gate, whose products are [strip, rows, column], with what
+// comes after them.
+void finish(const Call& c, int64_t j, int64_t count, const float* products, int64_t rows) {
+  using codes::kWide;
+  const int64_t half = count * rows * kWide;
+  const int64_t end = std::min(j + count * kWide, c.wide);
+  for (int64_t row = 0; row < c.rows; ++row)
+    for (int64_t at = j; at < end; at += 8) {
+      const float* from = products + ((at - j) / kWide * rows + row) * kWide + (at - j) % kWide;
+      const int64_t some = std::min<int64_t>(8, end - at);
+      v8 y = load(from) + biases(c, at, some);
+      if (c.set.gate) y = activated(c.set.gate, y) * (load(from + half) + biases(c, c.wide + at, some));
+      const float* more = c.more.data ? c.more.as<float>() + row * c.wide + at : nullptr;
+      float* out = c.out + row * c.wide + at;
+      if (some == 8) {
+        store(out, more ? load(more) + y : y);
+      } else {
+        for (int64_t i = 0; i < some; ++i) out[i] = more ? more[i] + y[i] : y[i];
+      }
     }
-    const steps::Row scale = c.scale.row(n, s.last_scales), least = c.least.row(n, s.last_offsets);
-    const uint8_t* zeros = c.zeros.data ? c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2) : nullptr;
-    for (int64_t at = 0; at < c.blocks; at += 8) {
-      v8 scales = scale.at(at), offsets = fused(all(float(c.set.middle)), scales, least.at(at));
-      for (int64_t b = at; b < std::min(at + 8, c.blocks); ++b) {
-        strip.scales[b * codes::kWide + i] = scales[b - at];
-        strip.zeros[b * codes::kWide + i] = scales[b - at] * (zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 1.0f);
-        if (c.offsets.data) strip.offsets[b * codes::kWide + i] = offsets[b - at];
+}
+
+// A tile of weight rows, strip by strip, times all input rows: as many strips at once as a near cache holds, so that
+// they stay there while input rows come by, and these while the strips do. Few rows take strip after strip.
+template <int bits>
+void work_turned(const Call& c, int64_t item) {
+  using codes::kWide;
+  thread_local std::vector<codes::Strip> strips;
+  thread_local std::vector<float> products;
+  const int64_t first = item * c.tile, count = (std::min(c.tile, c.wide - first) + kWide - 1) / kWide;
+  const int64_t all_of = c.set.gate ? 2 * count : count, block = std::max<int64_t>(1, c.set.block / codes::Group<bits>::kSize);
+  const int64_t vectors = codes::kVectors<bits> * int64_t(sizeof(codes::Numbers));
+  const int64_t part = std::max(block, kPart / vectors / block * block);
+  const bool kept = c.rows > kKept;
+  const int64_t most = !kept ? 1 : std::max<int64_t>(1, kNear / (vectors * std::min(part, c.groups)));
+  if (int64_t(strips.size()) < most) strips.resize(most);
+  const int64_t rows = (c.rows + codes::kRows - 1) / codes::kRows * codes::kRows;
+  products.assign(all_of * rows * kWide, 0.0f);
+  for (int64_t s = 0; s < all_of; s += most) {
+    const int64_t end = std::min(s + most, all_of);
+    for (int64_t g = 0; g < c.groups; g += part) {
+      const int64_t last = std::min(g + part, c.groups);
+      for (int64_t i = s; i < end; ++i)
+        take<bits>(c, i < count ? first + i * kWide : c.wide + first + (i - count) * kWide, g, last, kept, strips[i - s]);
+      for (int64_t row = 0; row < c.rows; row += codes::kRows) {
+        const int64_t left = c.rows - row;
+        Multiply run = multiply_of<bits, true>(left);
+        if constexpr (kTurned <= kKept)
+          if (!kept) run = multiply_of<bits, false>(left);
+        for (int64_t i = s; i < end; ++i)
+          run(c, strips[i - s], row, g, last, products.data() + (i * rows + row) * kWide);
       }
     }
   }
-  for (int64_t g = 0; g < c.groups; ++g) codes::turn(rows, g * codes::kBytes, strip.numbers + 16 * g);
-}
-
-template <int N>
-void multiply(const Call& c, const codes::Strip& strip, int64_t row, v8* out) {
-  const codes::Group<4>* x[N];
-  const float *steps[N], *totals[N];
-  for (int i = 0; i < N; ++i) {
-    x[i] = c.input<4>(row + i);
-    steps[i] = c.steps.data() + (row + i) * c.padded;
-    totals[i] = c.totals.data() + (row + i) * c.padded;
-  }
-  int64_t shift = 0;
-  while ((64 << shift) < c.set.block) ++shift;
-  auto run = c.set.block > 64    ? codes::multiply<N, 0>
-             : c.set.block == 64 ? codes::multiply<N, 1>
-             : c.set.block == 32 ? codes::multiply<N, 2>
-                                 : codes::multiply<N, 4>;
-  run(strip, x, steps, totals, c.groups, c.blocks, shift, out);
-  for (int64_t b = 0; c.offsets.data && b < c.blocks; ++b)
-    for (int i = 0; i < N; ++i)
-      out[i] = fused(all(c.sums[(row + i) * c.padded + b]), load(strip.offsets.data() + b * codes::kWide), out[i]);
-}
-
-// Eight columns of a block of input rows.
-void finish(const Call& c, const codes::Strip& strip, const codes::Strip* gated, int64_t row, int64_t end, int64_t j) {
-  static constexpr void (*run[])(const Call&, const codes::Strip&, int64_t, v8*) = {multiply<1>, multiply<2>,
-                                                                                    multiply<4>};
-  int64_t count = std::min(codes::kWide, c.wide - j);
-  v8 bias = biases(c, j, count), other = biases(c, c.wide + j, gated ? count : 0), own[4], up[4];
-  for (int64_t n; row < end; row += n) {
-    n = end - row >= 4 ? 4 : end - row >= 2 ? 2 : 1;
-    run[n / 2](c, strip, row, own);
-    if (gated) run[n / 2](c, *gated, row, up);
-    for (int64_t i = 0; i < n; ++i) {
-      alignas(32) float y[codes::kWide];
-      store(y, gated ? activated(c.set.gate, own[i] + bias) * (up[i] + other) : own[i] + bias);
-      int64_t at = (row + i) * c.wide + j;
-      const float* more = c.more.data ? c.more.as<float>() + at : nullptr;
-      for (int64_t k = 0; k < count; ++k) c.out[at + k] = more ? more[k] + y[k] : y[k];
-    }
-  }
-}
-
-// A tile of weight rows, eight by eight, times all input rows: as many strips at once as a near cache holds,
-// and as many input rows.
-void work_turned(const Call& c, int64_t item) {
-  thread_local Scratch scratch;
-  thread_local std::vector<codes::Strip> strips, gated;
-  int64_t first = item * c.tile, end = std::min(first + c.tile, c.wide);
-  size_t most = std::max<int64_t>(1, kNear / (c.groups * 64 * codes::kWide));
-  if (strips.size() < most) strips.resize(most), gated.resize(most);
-  for (int64_t j = first; j < end; j += most * codes::kWide) {
-    size_t count = std::min<size_t>(most, (end - j + codes::kWide - 1) / codes::kWide);
-    for (size_t i = 0; i < count; ++i) {
-      turn(c, scratch, j + i * codes::kWide, strips[i]);
-      if (c.set.gate) turn(c, scratch, c.wide + j + i * codes::kWide, gated[i]);
-    }
-    for (int64_t row = 0; row < c.rows; row += kTogether)
-      for (size_t i = 0; i < count; ++i)
-        finish(c, strips[i], c.set.gate ? &gated[i] : nullptr, row, std::min(row + kTogether, c.rows),
-               j + i * codes::kWide);
-  }
+  finish(c, first, count, products.data(), rows);
 }
 
 #endif
@@ -286,21 +364,23 @@ void work_turned(const Call& c, int64_t item) {
 // A tile of weight rows (and of those that they gate) times all input rows.
 void work(const Call& c, int64_t item) {
 #if defined(__AVX2__)
-  if (c.turned) return work_turned(c, item);
+  if (c.turned) return c.set.bits == 8 ? work_turned<8>(c, item) : work_turned<4>(c, item);
 #endif
   thread_local Scratch scratch;
-  scratch.scales.resize(4 * c.padded);
-  scratch.zeros.resize(c.padded);
-  Products four[] = {products_of<1, 4>(c), products_of<2, 4>(c), products_of<4, 4>(c)};
-  Products eight[] = {products_of<1, 8>(c), products_of<2, 8>(c), products_of<4, 8>(c)};
-  Products* run = c.set.bits == 4 ? four : eight;
+  scratch.fit(c);
+  Products run = c.set.bits == 4 ? products_of<1, 4>(c) : products_of<1, 8>(c);
+  Products two = run, four = run;
+  if constexpr (kFew > 1) {
+    two = c.set.bits == 4 ? products_of<2, 4>(c) : products_of<2, 8>(c);
+    four = c.set.bits == 4 ? products_of<4, 4>(c) : products_of<4, 8>(c);
+  }
   const float* bias = c.bias.as<float>();
   int64_t first = item * c.tile, count = std::min(c.tile, c.wide - first);
   alignas(32) float own[4 * kTile], other[4 * kTile];
   for (int64_t row = 0, n; row < c.rows; row += n) {
-    n = c.rows - row >= 4 ? 4 : c.rows - row >= 2 ? 2 : 1;
+    n = std::min(kFew, c.rows - row >= 4 ? 4 : std::min<int64_t>(c.rows - row, 2));
     auto multiply = [&](int64_t from, float* out) {
-      run[n / 2](c, scratch, row, from, count, out);
+      (n == 4 ? four : n == 2 ? two : run)(c, scratch, row, from, count, out);
       for (int64_t i = 0; i < n && bias; ++i)
         for (int64_t j = 0; j < count; ++j) out[i * kTile + j] += bias[from + j];
     };
@@ -323,7 +403,7 @@ bool fits(const Call& c) {
   bool whole = c.set.bits == 8 ? !c.zeros.data : c.set.bits == 4;
   bool power = c.set.block >= 16 && (c.set.block & (c.set.block - 1)) == 0;
   bool weight = c.q.rank == 3 && c.q.size[2] == c.set.block * c.set.bits / 8 &&
-                (c.K + c.set.block - 1) / c.set.block == c.blocks;
+                (c.K + c.set.block - 1) / c.set.block == c.blocks && !(c.zeros.data && c.set.middle);
   bool around = (!c.zeros.data || (c.zeros.size[0] == c.N && c.zeros.size[1] == (c.blocks + 1) / 2)) &&
                 (!c.bias.data || c.bias.size[0] == c.N) && (!c.more.data || c.more.count() == c.rows * c.wide);
   return whole && power && weight && around && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
@@ -331,7 +411,8 @@ bool fits(const Call& c) {
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   const abi::Api& api = kernel.api;
-  abi::Tensor* inputs[] = {&c.x, &c.q, &c.scales, &c.zeros, &c.bias, &c.norm, &c.more, &c.offsets, &c.fine, &c.fine_offsets};
+  abi::Tensor* inputs[] = {&c.x, &c.q, &c.scales, &c.zeros, &c.bias, &c.norm, &c.more, &c.offsets,
+                           &c.fine, &c.fine_offsets};
   for (size_t i = 0; i < std::size(inputs); ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
@@ -342,9 +423,11 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   c.tile = std::clamp<int64_t>(c.wide / kPieces / 32 * 32, 32, kTile);
   c.rows = 1;
   for (size_t i = 0; i + 1 < c.x.rank; ++i) c.rows *= c.x.size[i];
-  c.turned = c.set.bits == 4 && !c.set.exact && c.rows >= kTurned;
-  bool lies = c.scale.read(c.scales, c.fine, c.N, c.blocks) && c.least.read(c.offsets, c.fine_offsets, c.N, c.blocks);
-  if (!lies || !fits(c)) return api.fail("Linear: the sizes of the input and the weight do not fit; build the artifact again");
+  c.turned = c.set.block <= kLongest && (c.set.exact ? kFew == 1 : c.rows >= kTurned);
+  for (c.shift = 0; (codes::kBytes * 8 / c.set.bits << c.shift) < c.set.block;) ++c.shift;
+  bool lies = c.scale.read(c.scales, c.fine, c.N, c.blocks) && c.offset.read(c.offsets, c.fine_offsets, c.N, c.blocks);
+  if (!lies || !fits(c))
+    return api.fail("Linear: the sizes of the input and the weight do not fit; build the artifact again");
   int64_t sizes[4];
   std::copy(c.x.size, c.x.size + 4, sizes);
   sizes[c.x.rank - 1] = c.wide;
@@ -354,10 +437,16 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
   size_t group = c.set.bits == 8 ? sizeof(codes::Group<8>) : sizeof(codes::Group<4>);
-  c.inputs.resize(c.rows * c.groups * group + 32);
-  c.steps.resize(c.rows * c.padded);
-  c.totals.resize(c.rows * c.padded);
-  if (c.offsets.data) c.sums.resize(c.rows * c.padded);
+  c.together = 1;
+#if defined(__AVX2__)
+  if (c.turned) c.together = codes::kRows;
+#endif
+  const int64_t rows = (c.rows + c.together - 1) / c.together * c.together;
+  c.inputs.resize(rows * c.groups * group + 32);
+  c.steps.resize(rows * c.padded);
+  c.totals.resize(rows * c.padded);
+  if (c.offsets.data) c.sums.resize(rows * c.padded);
+  if (c.turned) c.starts.resize(rows * c.padded);
   return nullptr;
 }
 

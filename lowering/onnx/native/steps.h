@@ -2,7 +2,7 @@
 // levels: float16 of several blocks, times whole numbers of a byte.
 #pragma once
 #include <algorithm>
-#include <vector>
+#include <type_traits>
 
 #include "abi.h"
 #include "vector.h"
@@ -41,47 +41,25 @@ inline v8 of_float16(const uint16_t* p) {
 #endif
 }
 
+// Eight whole numbers of a byte.
 template <typename byte>
-inline v8 of_bytes(const void* p) {
+inline v8 of_bytes(const uint8_t* p) {
+#if defined(__AVX2__)
+  __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return (v8)_mm256_cvtepi32_ps(std::is_signed<byte>::value ? _mm256_cvtepi8_epi32(x) : _mm256_cvtepu8_epi32(x));
+#else
   typedef byte b8 __attribute__((vector_size(8)));
   b8 x;
   std::memcpy(&x, p, sizeof x);
   return __builtin_convertvector(__builtin_convertvector(x, i8), v8);
+#endif
 }
 
-// The numbers of one row, eight from any place that is a multiple of eight.
-struct Row {
-  Kind kind;
-  const uint8_t *coarse, *fine;
-  int64_t shift;  // 2^shift blocks have one coarse number
-
-  v8 at(int64_t b) const {
-    switch (kind) {
-      case kFloat: return load(reinterpret_cast<const float*>(coarse) + b);
-      case kBFloat16: return widened(reinterpret_cast<const uint16_t*>(coarse) + b);
-      case kFloat16: return of_float16(reinterpret_cast<const uint16_t*>(coarse) + b);
-      case kUnsigned: return all(of_one(b >> shift)) * of_bytes<uint8_t>(fine + b);
-      case kSigned: return all(of_one(b >> shift)) * of_bytes<int8_t>(fine + b);
-      default: return v8{};
-    }
-  }
-
-  float of_one(int64_t i) const {
-    const uint16_t* p = reinterpret_cast<const uint16_t*>(coarse) + i;
-#if defined(__F16C__)
-    return _cvtsh_ss(*p);
-#else
-    uint16_t eight[8] = {*p};
-    return of_float16(eight)[0];
-#endif
-  }
-};
-
-// Rows of them. What is read beyond a row's end is another row's, and beyond the last one's zeros.
+// Rows of numbers.
 struct Numbers {
   Kind kind = kNone;
   const uint8_t *coarse = nullptr, *fine = nullptr;
-  int64_t rows = 0, blocks = 0, few = 0, shift = 0;  // few: coarse numbers of a row
+  int64_t rows = 0, blocks = 0, few = 0, shift = 0;  // few: coarse numbers of a row, of 2^shift blocks
 
   // Whether the tensors are such numbers of so many rows.
   bool read(const abi::Tensor& of, const abi::Tensor& fine_of, int64_t count, int64_t of_row) {
@@ -95,21 +73,57 @@ struct Numbers {
     if (fine_of.type != abi::kUint8 && fine_of.type != abi::kInt8) return false;
     kind = fine_of.type == abi::kInt8 ? kSigned : kUnsigned;
     fine = fine_of.as<uint8_t>();
-    while (few << shift < blocks) ++shift;
+    while (few && few << shift < blocks) ++shift;
     return few << shift == blocks && shift >= 3;
   }
 
-  // room: where the last rows are copied to, as long as the row is read.
-  Row row(int64_t n, std::vector<uint8_t>& room) const {
-    if (kind == kNone) return {};
-    const int64_t size = kind == kFloat ? 4 : 2, from = few * size;
-    Row found = {kind, coarse + n * from, fine ? fine + n * blocks : nullptr, shift};
-    if (n * blocks + (blocks + 7) / 8 * 8 <= rows * blocks) return found;
-    const int64_t wide = (few + 8) * size;
-    room.assign(wide + (fine ? blocks + 8 : 0), 0);
-    std::copy_n(found.coarse, from, room.begin());
-    if (fine) std::copy_n(found.fine, blocks, room.begin() + wide);
-    return {kind, room.data(), fine ? room.data() + wide : nullptr, shift};
+  // Floats that `floats` needs room for.
+  static constexpr int64_t room(int64_t blocks) { return 2 * (blocks + 32); }
+
+  // The numbers of row n from block `from` on, a multiple of 8, up to `end`, and what is readable up to a multiple of
+  // 16 of them: where they lie, or in `to`.
+  const float* floats(int64_t n, int64_t from, int64_t end, float* to) const {
+    const int64_t count = (end - from + 15) / 16 * 16, left = rows * blocks - n * blocks - from;
+    const uint16_t* half = reinterpret_cast<const uint16_t*>(coarse);
+    if (kind == kFloat) {
+      const float* begin = reinterpret_cast<const float*>(coarse) + n * blocks + from;
+      if (left >= count) return begin;
+      std::copy_n(begin, left, to);
+    } else if (kind == kBFloat16) {
+      widen<widened>(half + n * blocks + from, std::min(count, left), to);
+    } else if (kind == kFloat16) {
+      widen<of_float16>(half + n * blocks + from, std::min(count, left), to);
+    } else {
+      end = std::min(end, blocks);
+      float* of_several = to + count;
+      const int64_t first = from >> shift, several = ((end - 1) >> shift) - first + 1;
+      const uint16_t* begin = half + n * few + first;
+      widen<of_float16>(begin, std::min<int64_t>((several + 7) / 8 * 8, (rows - n) * few - first), of_several);
+      if (kind == kUnsigned)
+        multiply<uint8_t>(of_several, fine + n * blocks, from, end, to);
+      else
+        multiply<int8_t>(of_several, fine + n * blocks, from, end, to);
+    }
+    return to;
+  }
+
+ private:
+  template <v8 (*eight)(const uint16_t*)>
+  static void widen(const uint16_t* from, int64_t count, float* to) {
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) store(to + i, eight(from + i));
+    if (i == count) return;
+    uint16_t last[8] = {};
+    std::copy(from + i, from + count, last);
+    store(to + i, eight(last));
+  }
+
+  // All rows have a multiple of eight blocks.
+  template <typename byte>
+  void multiply(const float* of_several, const uint8_t* bytes, int64_t from, int64_t end, float* to) const {
+    const int64_t first = from >> shift;
+    for (int64_t b = from; b < end; b += 8)
+      store(to + b - from, all(of_several[(b >> shift) - first]) * of_bytes<byte>(bytes + b));
   }
 };
 

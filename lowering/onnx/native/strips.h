@@ -1,30 +1,117 @@
-// Eight weight rows of 4 bits, turned so that a vector holds the same four numbers of each of them: what a
-// number of the input meets is then added up without sums across a vector, and unpacked once for all rows.
+// Weight rows turned, so that a vector holds the same four numbers of each of them: what a number of the input meets
+// is then added up without sums across a vector, and unpacked once for all input rows.
+//
+// A strip is a part of as many weight rows as a vector has sums: 16 with AVX-512 VNNI, else 8. The vectors of a group
+// follow each other: of 8 bits they are the numbers in their order, of 4 bits the even ones of the group before the odd.
 #pragma once
 #if defined(__AVX2__)
 #include "codes.h"
 
+// Registers hold what is turned and summed only where everything that has a hand in it is in one place, unrolled.
+#define ACCEL_UNROLL _Pragma("GCC unroll 16")
+#define ACCEL_INLINE inline __attribute__((always_inline))
+
 namespace codes {
 
-constexpr int64_t kWide = 8;  // weight rows of a strip
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define ACCEL_WIDE_STRIPS 1
+typedef __m512i Numbers;
+typedef float Floats __attribute__((vector_size(64)));
+constexpr int kRows = 8;  // input rows that are multiplied together, at most
+#else
+#define ACCEL_WIDE_STRIPS 0
+typedef __m256i Numbers;
+typedef v8 Floats;
+constexpr int kRows = 4;
+#endif
+constexpr int64_t kWide = sizeof(Floats) / sizeof(float);  // weight rows of a strip
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define ACCEL_VNNI 1
+#else
+#define ACCEL_VNNI 0
+#endif
+
+// Numbers of 8 bits lie 128 higher than they are, of 4 bits 8, and what that adds is taken off the sums as a whole
+// number. Where products of bytes are summed in 16 bits, those of 8 bits would not fit, and signed ones are kept.
+template <int bits>
+constexpr int32_t kAbove = bits == 4 ? 8 : ACCEL_VNNI ? 128 : 0;
+
+template <int bits>
+constexpr int kVectors = Group<bits>::kSize / 4;  // of a group
 
 struct Strip {
+  const uint8_t* rows[kWide];  // of the weight, as they lie in the file
+  int64_t next;                // bytes from them to those of the next strip
+  Numbers* numbers;            // the same, turned: [groups, kVectors]
+  float *scales, *zeros;       // [blocks, kWide]; zeros: times the scales, negative; or null
+  float* offsets;              // [blocks, kWide], or null
   std::vector<char> room;
-  std::vector<float> scales, zeros;  // [blocks, 8]; zeros: times the scales
-  std::vector<float> offsets;        // [blocks, 8], where there are some
-  __m256i* numbers;                  // [groups, 16]: the even ones of a group, then the odd
+  std::vector<uint8_t> last;
+  std::vector<float> tables[3], apart;  // apart: numbers of blocks, row by row
 
-  void reserve(int64_t groups, int64_t blocks) {
-    room.resize(groups * 16 * sizeof(__m256i) + 32);
-    numbers = reinterpret_cast<__m256i*>((reinterpret_cast<uintptr_t>(room.data()) + 31) / 32 * 32);
-    scales.resize((blocks + 8) * kWide);
-    zeros.resize((blocks + 8) * kWide);
+  void reserve(int64_t vectors) {
+    const size_t size = sizeof(Numbers), bytes = (vectors + 1) * size;
+    if (room.size() < bytes) room.resize(bytes);
+    numbers = reinterpret_cast<Numbers*>((reinterpret_cast<uintptr_t>(room.data()) + size - 1) / size * size);
+  }
+
+  float* table(int i, int64_t blocks) {
+    if (int64_t(tables[i].size()) < blocks * kWide) tables[i].resize(blocks * kWide);
+    return tables[i].data();
   }
 };
 
-// One group of each row -> sixteen vectors.
-inline void turn(const uint8_t* const* rows, int64_t at, __m256i* out) {
-  __m256i r[8], s[8];
+inline Floats wide(const float* p) {
+  Floats x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+inline void put(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+#if ACCEL_WIDE_STRIPS
+
+inline Floats every(float x) { return (Floats)_mm512_set1_ps(x); }
+inline Floats added(Floats x, Floats y, Floats z) { return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z); }
+inline Floats as_floats(Numbers x) { return (Floats)_mm512_cvtepi32_ps(x); }
+inline Numbers every(int32_t x) { return _mm512_set1_epi32(x); }
+inline Numbers products(Numbers sums, Numbers x, Numbers y) { return _mm512_dpbusd_epi32(sums, x, y); }
+inline Numbers below(Numbers x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Numbers above(Numbers x) { return below(_mm512_srli_epi16(x, 4)); }
+
+// 32 bytes of each row -> eight vectors.
+ACCEL_INLINE void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
+  ACCEL_UNROLL for (int half = 0; half < 2; ++half, at += 16, out += 4) {
+    auto sixteen = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)); };
+    Numbers r[4], s[4];
+    for (int i = 0; i < 4; ++i) {
+      r[i] = _mm512_inserti32x4(_mm512_castsi128_si512(sixteen(i)), sixteen(4 + i), 1);
+      r[i] = _mm512_inserti32x4(_mm512_inserti32x4(r[i], sixteen(8 + i), 2), sixteen(12 + i), 3);
+    }
+    for (int i = 0; i < 4; i += 2) {
+      s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+      s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      out[2 * i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
+      out[2 * i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
+    }
+  }
+}
+
+#else
+
+inline Floats every(float x) { return all(x); }
+inline Floats added(Floats x, Floats y, Floats z) { return fused(x, y, z); }
+inline Floats as_floats(Numbers x) { return (Floats)_mm256_cvtepi32_ps(x); }
+inline Numbers every(int32_t x) { return _mm256_set1_epi32(x); }
+inline Numbers products(Numbers sums, Numbers x, Numbers y) { return fours(sums, x, y); }
+inline Numbers below(Numbers x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline Numbers above(Numbers x) { return below(_mm256_srli_epi16(x, 4)); }
+
+// 32 bytes of each row -> eight vectors.
+ACCEL_INLINE void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
+  Numbers r[8], s[8];
   for (int i = 0; i < 8; ++i) r[i] = bytes(rows[i] + at);
   for (int i = 0; i < 8; i += 2) {
     s[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
@@ -35,66 +122,136 @@ inline void turn(const uint8_t* const* rows, int64_t at, __m256i* out) {
       r[i + 2 * j] = _mm256_unpacklo_epi64(s[i + j], s[i + j + 2]);
       r[i + 2 * j + 1] = _mm256_unpackhi_epi64(s[i + j], s[i + j + 2]);
     }
-  auto part = [&](__m256i both, int i) {
-    __m256i low = _mm256_set1_epi8(15);
-    out[i] = _mm256_and_si256(both, low);
-    out[8 + i] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-  };
   for (int i = 0; i < 4; ++i) {  // the last argument is to be a constant, also where nothing is unrolled
-    part(_mm256_permute2x128_si256(r[i], r[i + 4], 0x20), i);
-    part(_mm256_permute2x128_si256(r[i], r[i + 4], 0x31), 4 + i);
+    out[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
+    out[4 + i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
   }
 }
 
-inline __m256i four(const int8_t* code) {
-  int32_t x;
-  std::memcpy(&x, code, sizeof x);
-  return _mm256_set1_epi32(x);
+#endif
+
+// Vector i of a group, of the eight that its bytes are turned into.
+template <int bits>
+ACCEL_INLINE Numbers unpacked(const Numbers* turned, int i) {
+  if (bits == 4) return i < 8 ? below(turned[i]) : above(turned[i - 8]);
+#if ACCEL_VNNI
+  return turned[i];
+#else
+  return _mm256_xor_si256(turned[i], _mm256_set1_epi8(-128));
+#endif
 }
 
-// Adds up the products of vectors [first, first + count) with N rows' numbers; count is at most 8, so that
-// sums of two products stay below 2^15.
-template <int N>
-inline void add(const __m256i* w, const int8_t* const* x, int first, int count, __m256i* sums) {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-  for (int i = first; i < first + count; ++i)
-    for (int n = 0; n < N; ++n) sums[n] = fours(sums[n], w[i], four(x[n] + 4 * i));
+// Asks memory for group g of the next strip: more rows at once than the processor foresees.
+ACCEL_INLINE void ahead(const Strip& strip, int64_t g) {
+  if (g % 2 == 0)  // a line of a cache has two groups
+    ACCEL_UNROLL for (int i = 0; i < kWide; ++i) __builtin_prefetch(strip.rows[i] + g * kBytes + strip.next, 0, 2);
+}
+
+// One group of each row -> its vectors.
+template <int bits>
+ACCEL_INLINE void turn(const Strip& strip, int64_t g) {
+  Numbers turned[8], *out = strip.numbers + kVectors<bits> * g;
+  ahead(strip, g);
+  turn_bytes(strip.rows, g * kBytes, turned);
+  ACCEL_UNROLL for (int i = 0; i < kVectors<bits>; ++i) out[i] = unpacked<bits>(turned, i);
+}
+
+// Eight floats of each row, from the k-th on -> as many vectors.
+ACCEL_INLINE void turn_floats(const float* const* rows, int64_t k, float* out) {
+  Numbers turned[8];
+  turn_bytes(reinterpret_cast<const uint8_t* const*>(rows), k * sizeof(float), turned);
+  ACCEL_UNROLL for (int i = 0; i < 8; ++i) put(out + i * kWide, (Floats)turned[i]);
+}
+
+inline int32_t four(const int8_t* code) {
+  int32_t x;
+  std::memcpy(&x, code, sizeof x);
+  return x;
+}
+
+// Adds up the products of vectors [first, first + count) of a group with its numbers in N input rows; count is at most
+// 8, so that sums of two products of 4 bits stay below 2^15. weight(i): a vector.
+template <int bits, int N, typename W>
+ACCEL_INLINE void add(W weight, const Group<bits>* x, int first, int count, Numbers* sums) {
+  auto number = [&](int n, int i) __attribute__((always_inline)) { return every(four(x[n].code + 4 * i)); };
+#if ACCEL_VNNI
+  ACCEL_UNROLL for (int i = first; i < first + count; ++i) {
+    Numbers w = weight(i);
+    ACCEL_UNROLL for (int n = 0; n < N; ++n) sums[n] = products(sums[n], w, number(n, i));
+  }
 #else
-  __m256i twos[N];
-  for (int n = 0; n < N; ++n) twos[n] = _mm256_maddubs_epi16(w[first], four(x[n] + 4 * first));
-  for (int i = first + 1; i < first + count; ++i)
-    for (int n = 0; n < N; ++n)
-      twos[n] = _mm256_add_epi16(twos[n], _mm256_maddubs_epi16(w[i], four(x[n] + 4 * i)));
-  for (int n = 0; n < N; ++n)
+  if (bits == 8) {
+    ACCEL_UNROLL for (int i = first; i < first + count; ++i) {
+      Numbers w = weight(i), size = _mm256_abs_epi8(w);
+      ACCEL_UNROLL for (int n = 0; n < N; ++n)
+        sums[n] = products(sums[n], size, _mm256_sign_epi8(number(n, i), w));
+    }
+    return;
+  }
+  Numbers twos[N];
+  ACCEL_UNROLL for (int i = first; i < first + count; ++i) {
+    Numbers w = weight(i);
+    ACCEL_UNROLL for (int n = 0; n < N; ++n) {
+      Numbers two = _mm256_maddubs_epi16(w, number(n, i));
+      twos[n] = i > first ? _mm256_add_epi16(twos[n], two) : two;
+    }
+  }
+  ACCEL_UNROLL for (int n = 0; n < N; ++n)
     sums[n] = _mm256_add_epi32(sums[n], _mm256_madd_epi16(twos[n], _mm256_set1_epi16(1)));
 #endif
 }
 
-// N input rows times a strip -> out[n]. EACH: blocks of a group; 0: a block of 2^shift groups.
-template <int N, int EACH>
-void multiply(const Strip& strip, const Group<4>* const* x, const float* const* steps, const float* const* totals,
-              int64_t groups, int64_t blocks, int64_t shift, v8* out) {
-  constexpr int E = EACH ? EACH : 1, part = 8 / E;
-  v8 total[N] = {};
-  for (int64_t g = 0; g < groups; ++g) {
-    const __m256i* w = strip.numbers + 16 * g;
-    const int8_t* code[N];
-    for (int n = 0; n < N; ++n) code[n] = x[n][g].code;
-    for (int e = 0; e < E && (E == 1 || g * E + e < blocks); ++e) {
-      __m256i sums[N];
-      for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
-      add<N>(w, code, e * part, part, sums);
-      add<N>(w, code, 8 + e * part, part, sums);
-      int64_t b = EACH ? g * E + e : g >> shift;
-      bool last = EACH || g + 1 == groups || (g + 1) >> shift != b;  // what is taken off is of the whole block
-      v8 scale = load(strip.scales.data() + b * kWide), zero = load(strip.zeros.data() + b * kWide);
-      for (int n = 0; n < N; ++n) {
-        total[n] = fused((v8)_mm256_cvtepi32_ps(sums[n]), scale * all(steps[n][b]), total[n]);
-        if (last) total[n] = fused(zero, all(-totals[n][b]), total[n]);
+// kRows input rows, from a strip's first group and block on.
+template <int bits>
+struct Rows {
+  const Group<bits>* codes;            // [groups, kRows]
+  const float *steps, *totals, *sums;  // [blocks, kRows]; totals, sums: what is times zero points, and offsets
+  const int32_t* starts;               // [blocks, kRows]: what the sums of whole numbers begin with
+};
+
+// The first N of these rows times a strip of `blocks` blocks, added to out [N, kWide]. EACH: blocks of a group; 0: a
+// block of 2^shift groups. kept: whether the strip's numbers lie turned, which pays where it meets several times N rows;
+// else each group is turned in registers.
+template <int bits, int N, int EACH, bool kept>
+void multiply(const Strip& strip, const Rows<bits>& x, int64_t blocks, int64_t shift, float* out) {
+  constexpr int E = EACH ? EACH : 1, part = 8 / E, V = kVectors<bits>;
+  const int64_t each = EACH ? 1 : int64_t(1) << shift;
+  Floats total[N];
+  ACCEL_UNROLL for (int n = 0; n < N; ++n) total[n] = wide(out + n * kWide);
+  for (int64_t b = 0; b < blocks; b += E) {
+    Numbers sums[N], turned[8];
+    ACCEL_UNROLL for (int e = 0; e < E; ++e) {
+      if (e && b + e >= blocks) break;
+      const int32_t* starts = x.starts + (b + e) * kRows;
+      ACCEL_UNROLL for (int n = 0; n < N; ++n) sums[n] = every(starts[n]);
+      for (int64_t g = EACH ? b / E : b << shift, end = g + each; g < end; ++g) {
+        const Numbers* w = strip.numbers + V * g;
+        if (!kept && !e) {
+          ahead(strip, g);
+          turn_bytes(strip.rows, g * kBytes, turned);
+        }
+        auto weight = [&](int i) __attribute__((always_inline)) { return kept ? w[i] : unpacked<bits>(turned, i); };
+        const Group<bits>* codes = x.codes + g * kRows;
+        add<bits, N>(weight, codes, e * part, part, sums);
+        if (bits == 4) add<bits, N>(weight, codes, 8 + e * part, part, sums);
+      }
+      Floats scale = wide(strip.scales + (b + e) * kWide);
+      const float* steps = x.steps + (b + e) * kRows;
+      ACCEL_UNROLL for (int n = 0; n < N; ++n)
+        total[n] = added(as_floats(sums[n]), scale * every(steps[n]), total[n]);
+      if (strip.zeros) {
+        Floats zero = wide(strip.zeros + (b + e) * kWide);
+        const float* totals = x.totals + (b + e) * kRows;
+        ACCEL_UNROLL for (int n = 0; n < N; ++n) total[n] = added(zero, every(totals[n]), total[n]);
+      }
+      if (strip.offsets) {
+        Floats offset = wide(strip.offsets + (b + e) * kWide);
+        const float* sums_of = x.sums + (b + e) * kRows;
+        ACCEL_UNROLL for (int n = 0; n < N; ++n) total[n] = added(offset, every(sums_of[n]), total[n]);
       }
     }
   }
-  for (int n = 0; n < N; ++n) out[n] = total[n];
+  ACCEL_UNROLL for (int n = 0; n < N; ++n) put(out + n * kWide, total[n]);
 }
 
 }  // namespace codes
