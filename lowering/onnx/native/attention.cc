@@ -41,6 +41,7 @@
 #include "drawn.h"
 #include "lists.h"
 #include "slots.h"
+#include "tiles.h"
 #include "vector.h"
 
 namespace {
@@ -112,6 +113,7 @@ struct Piece {
   Range held;  // positions
   bool full;   // no slot is empty
   bool on;     // what comes after it is read too
+  bool fetch = true;  // memory is asked for before it is needed
   const int64_t* pages = nullptr;  // pages that the slots lie in; none: they lie as they are
   Paging paging = {};
   const int64_t* listed = nullptr;  // the slots, one by one, counted from `k` and `v`
@@ -131,9 +133,20 @@ struct Piece {
     }
     return room;
   }
+  // The same as they lie, floats or halves, where they lie together: use(rows, how many bytes ahead it is to ask for more).
+  template <typename F>
+  void with(const Rows& rows, int64_t j, int64_t count, float* room, F use) const {
+    bool together = !listed && (!pages || paging.together(j) >= count), more = fetch && on && !listed && !pages;
+    if (together && rows.halves) return use(rows.at(place(j)).halves, more ? tiles::kAhead : 0);
+    if (together && rows.floats) return use(rows.at(place(j)).floats, more ? tiles::kAhead : 0);
+    if (fetch) ahead(rows, j + (listed ? kFarther : 2) * count, count);
+    use(static_cast<const float*>(read(rows, j, count, room)), int64_t(0));
+  }
   void ahead(const Rows& rows, int64_t j, int64_t count) const {
-    if (!listed) return rows.ahead(place(j), count);
-    for (int64_t i = j; i < std::min(j + count, more); ++i) rows.ahead(listed[i], 1);
+    if (listed)
+      for (int64_t i = j; i < std::min(j + count, more); ++i) rows.ahead(listed[i], 1);
+    else if (!pages ? on || j < used() : j < more)
+      rows.ahead(place(j), count);
   }
 };
 
@@ -208,43 +221,18 @@ void turn(const float* k, int64_t D, int64_t count, float* out) {
   }
 }
 
-// Products of up to three rows with kNear keys `k`, those from slot `start` of a chunk on, four at a time; 0
-// for tiles that no row sees.
-template <int N>
-void direct(const Call& c, const Row* rows, const float* k, int64_t from, int64_t start, int64_t used, bool whole,
-            float* const* out) {
-  for (int64_t j = start; j < std::min(start + kNear, used); j += 4) {
-    int64_t tile = from + j / kTile;
+// Products of N rows with kNear keys, those from slot `start` of a chunk on; 0 for tiles that no row sees.
+template <int N, typename E>
+void direct(const Call& c, const Row* rows, const E* k, int64_t from, int64_t start, int64_t used, bool whole, int64_t ahead,
+            const float* const* q, float* const* out) {
+  for (int64_t j = start; j < std::min(start + kNear, used); j += kTile) {
     bool any = whole;
-    for (int n = 0; n < N && !any; ++n) any = !rows[n].slots->tiles[tile].misses(rows[n].seen);
-    v8 acc[N][4] = {};
-    int64_t d = 0;
-    const float* key[4];  // the last of them again where there are fewer
-    for (int i = 0; i < 4; ++i) key[i] = k + (std::min(j + i, used - 1) - start) * c.D;
-    for (; any && d + 8 <= c.D; d += 8) {
-      v8 x[N];
-      for (int n = 0; n < N; ++n) x[n] = held(rows[n].q + d);
-      for (int i = 0; i < 4; ++i) {
-        v8 y = held(key[i] + d);
-        for (int n = 0; n < N; ++n) acc[n][i] = fused(x[n], y, acc[n][i]);
-      }
-    }
-    for (int n = 0; n < N; ++n) {
-      v4 total = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-      for (int64_t e = d; any && e < c.D; ++e)
-        for (int i = 0; i < 4; ++i) total[i] = std::fma(rows[n].q[e], key[i][e], total[i]);
-      std::memcpy(out[n] + j, &total, sizeof total);
-    }
+    for (int n = 0; n < N && !any; ++n) any = !hidden(rows[n], from + j / kTile);
+    if (any)
+      tiles::products<N>(q, k + (j - start) * c.D, c.D, std::min(kTile, used - j), ahead, out, j);
+    else
+      for (int n = 0; n < N; ++n) std::fill_n(out[n] + j, kTile, 0.0f);
   }
-}
-
-// The same of any number of rows, by twos and threes.
-template <int N>
-void direct_all(const Call& c, const Row* rows, const float* k, int64_t from, int64_t start, int64_t used, bool whole,
-                float* const* out) {
-  constexpr int some = N % 3 == 1 && N > 1 ? 2 : std::min(N, 3);
-  direct<some>(c, rows, k, from, start, used, whole, out);
-  if constexpr (N > some) direct_all<N - some>(c, rows + some, k, from, start, used, whole, out + some);
 }
 
 // Products of N rows with V vectors of turned keys.
@@ -279,55 +267,33 @@ void finish(const Call& c, const Row& row, int64_t from, int64_t to, int64_t cou
   }
 }
 
-// out[n][w] += sum_j p[n][j] v[j][w] over `count` slots, for V vectors of columns.
-template <int N, int V>
-void columns(const float* const* p, const float* v, int64_t W, int64_t count, float* const* out) {
-  v8 acc[N][V];
-  for (int n = 0; n < N; ++n)
-    for (int i = 0; i < V; ++i) acc[n][i] = load(out[n] + 8 * i);
-  for (int64_t j = 0; j < count; ++j, v += W) {
-    v8 value[V];
-    for (int i = 0; i < V; ++i) value[i] = held(v + 8 * i);
-    for (int n = 0; n < N; ++n) {
-      v8 x = all(p[n][j]);
-      for (int i = 0; i < V; ++i) acc[n][i] = fused(x, value[i], acc[n][i]);
-    }
-  }
-  for (int n = 0; n < N; ++n)
-    for (int i = 0; i < V; ++i) store(out[n] + 8 * i, acc[n][i]);
-}
-
-// The same for all columns, kNear slots after another, so that memory is read as it lies.
+// Values of slots [from, from + count) of a piece mixed by the weights p of N rows, a few slots at a time, so that memory
+// is read as it lies.
 template <int N>
-void mix_run(const Call& c, const float* const* p, const Piece& x, int64_t from, int64_t count, float* room,
-             float* const* out) {
-  constexpr int V = N == 1 ? 8 : N == 2 ? 4 : 2;  // so that the sums stay in registers
+void mix(const Call& c, const float* const* p, const Piece& x, int64_t from, int64_t count, float* room,
+         float* const* out) {
   const float* weights[N];
-  float* at[N];
-  for (int64_t j = 0, some; j < count; j += some) {
-    some = c.turned ? count : std::min(kNear, count - j);
-    const float* values = x.read(x.v, from + j, some, room);
-    int64_t w = 0;
-    auto place = [&] {
-      for (int n = 0; n < N; ++n) weights[n] = p[n] + j, at[n] = out[n] + w;
-    };
-    for (; w + 8 * V <= c.W; w += 8 * V) place(), columns<N, V>(weights, values + w, c.W, some, at);
-    for (; w + 8 <= c.W; w += 8) place(), columns<N, 1>(weights, values + w, c.W, some, at);
-    for (; w < c.W; ++w)
-      for (int n = 0; n < N; ++n)
-        for (int64_t i = 0; i < some; ++i) out[n][w] = std::fma(p[n][j + i], values[i * c.W + w], out[n][w]);
+  for (int64_t j = from, some; j < from + count; j += some) {
+    some = c.turned ? count : std::min(kNear, from + count - j);
+    for (int n = 0; n < N; ++n) weights[n] = p[n] + j;
+    x.with(x.v, j, some, room,
+           [&](const auto* values, int64_t ahead) { tiles::mix<N>(weights, values, c.W, some, ahead, out); });
   }
 }
 
-// Values mixed by the weights p over the tiles of a piece, those that a row does not see left out.
-void mix(const Call& c, const Row& row, const float* p, const Piece& x, float* room, float* out) {
-  for (int64_t tile = x.from; tile < x.to;) {
-    int64_t start = tile;
-    while (tile < x.to && !hidden(row, tile)) ++tile;
-    int64_t count = std::min(tile * kTile, x.C) - start * kTile;
-    const float* weights = p + (start - x.from) * kTile;
-    if (tile > start) mix_run<1>(c, &weights, x, (start - x.from) * kTile, count, room, &out);
-    while (tile < x.to && hidden(row, tile)) ++tile;
+// The same of all slots that these rows, which see the same, see: the others may hold anything.
+template <int N>
+void mix_seen(const Call& c, const Row& row, const float* const* p, const Piece& x, float* room, float* const* out) {
+  const int32_t* pos = row.slots->pos.data() + x.from * kTile;
+  auto sees = [&](int64_t j) { return pos[j] >= row.seen.first && pos[j] <= row.seen.last; };
+  for (int64_t j = 0, used = x.used(); j < used;) {
+    if (!sees(j)) {
+      j += j % kTile == 0 && hidden(row, x.from + j / kTile) ? kTile : 1;
+      continue;
+    }
+    int64_t start = j;
+    while (j < used && sees(j)) ++j;
+    mix<N>(c, p, x, start, j - start, room, out);
   }
 }
 
@@ -343,11 +309,10 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
   float* at[N];
   for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
   for (int64_t j = 0; !turned && j < used; j += kNear) {
-    int64_t next = j + (x.listed ? kFarther : 2) * kNear;
-    if (x.on && (!x.pages || next < x.more)) x.ahead(x.k, next, kNear);
-    x.ahead(x.v, j, kNear);
-    const float* keys = x.read(x.k, j, std::min(kNear, used - j), room);
-    direct_all<N>(c, rows, keys, from, j, used, whole, at);
+    int64_t some = std::min(kNear, used - j);
+    x.with(x.k, j, some, room, [&](const auto* keys, int64_t ahead) {
+      direct<N>(c, rows, keys, from, j, used, whole, ahead, q, at);
+    });
   }
   for (int64_t j = 0; turned && j < full; j += 16) {
     for (int n = 0; n < N; ++n) at[n] = s[n] + j;
@@ -383,13 +348,11 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
     mixed[n] = out[n] + 2;
     std::fill(mixed[n], mixed[n] + c.W, 0.0f);
   }
-  if (whole) {
-    constexpr int some = N == 5 ? 3 : N > 6 ? 4 : N;
-    mix_run<some>(c, weights, x, 0, used, room, mixed);
-    if constexpr (N > some) mix_run<N - some>(c, weights + some, x, 0, used, room, mixed + some);
-    return;
-  }
-  for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], x, room, mixed[n]);
+  bool alike = true;
+  for (int n = 1; n < N; ++n) alike = alike && rows[n].seen == rows[0].seen;
+  if (whole) return mix<N>(c, weights, x, 0, used, room, mixed);
+  if (alike) return mix_seen<N>(c, rows[0], weights, x, room, mixed);
+  for (int n = 0; n < N; ++n) mix_seen<1>(c, rows[n], weights + n, x, room, mixed + n);
 }
 
 constexpr decltype(&go<1>) kGo[] = {go<1>, go<2>, go<3>, go<4>, go<5>, go<6>, go<7>, go<8>};
@@ -641,6 +604,7 @@ void go_through(Call& c, int64_t pair, int64_t block, int64_t split, float* draw
     }
     for (int64_t r = 0, n; r < count; r += n) {
       n = group(count - r);
+      x.fetch = r == 0 && !c.turned;
       kGo[n - 1](c, rows + r, x, c.turned ? keys.data() : nullptr, room.data(), parts);
       for (int64_t j = 0; j < n; ++j) merge(known(r + j, i), parts[j], c.W);
     }
