@@ -34,6 +34,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "abi.h"
@@ -49,12 +50,13 @@ namespace {
 using coded::Rows;
 using slots::kChunk, slots::kFar, slots::kFull, slots::kTile, slots::Range, slots::Slots, slots::Span;
 
-constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
+constexpr int64_t kRows = 64;    // rows that share a chunk's turned keys
 constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless results are to be exact
 constexpr int64_t kNear = 16;    // slots that are read together where keys are not turned
 constexpr int64_t kFarther = 4;  // so many times kNear, slots ahead that are asked for where each lies by itself
 constexpr int64_t kLanes = 16;   // that many at least add up what slots draw, each by itself
 constexpr int64_t kGroup = 8;    // rows that go through it together, at most
+constexpr int64_t kItems = 12;   // of work at least, where there are so many keys: keys are cut in halves, quarters, ..
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kLeast = std::numeric_limits<float>::lowest();  // log-sum-exp of nothing
 
@@ -160,7 +162,7 @@ struct Call {
   int64_t listed;  // pages that a query lists; 0: it reads everything
   int64_t own;     // slots from `first` on of which each token sees those of its row of `tree`; 0: no tree
   bool turned;  // whether many rows share each key, so that it pays to turn keys first
-  std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
+  std::unique_ptr<float[]> partial;  // [B G, rows, chunks, W + 2], where keys are split
   drawn::Draw draw;
 };
 
@@ -199,6 +201,21 @@ Row row_of(const Call& c, int64_t b, int64_t g, int64_t r) {
 
 bool hidden(const Row& row, int64_t tile) { return row.slots->tiles[tile].misses(row.seen); }
 
+// Whether one of N rows sees some of tiles [from, to); whether all see all of a tile.
+template <int N>
+bool seen_by(const Row* rows, int64_t from, int64_t to) {
+  for (int64_t tile = from; tile < to; ++tile)
+    for (int n = 0; n < N; ++n)
+      if (!hidden(rows[n], tile)) return true;
+  return false;
+}
+template <int N>
+bool seen_whole(const Row* rows, int64_t tile) {
+  bool all = !rows[0].slots->holes[tile];
+  for (int n = 0; n < N; ++n) all = all && rows[0].slots->tiles[tile].within(rows[n].seen);
+  return all;
+}
+
 float biased(const Call& c, const Row& row, int32_t k) {
   const float* bias = c.bias.as<float>();
   int64_t q = row.position;
@@ -226,9 +243,8 @@ template <int N, typename E>
 void direct(const Call& c, const Row* rows, const E* k, int64_t from, int64_t start, int64_t used, bool whole, int64_t ahead,
             const float* const* q, float* const* out) {
   for (int64_t j = start; j < std::min(start + kNear, used); j += kTile) {
-    bool any = whole;
-    for (int n = 0; n < N && !any; ++n) any = !hidden(rows[n], from + j / kTile);
-    if (any)
+    int64_t tile = from + j / kTile;
+    if (whole || seen_by<N>(rows, tile, tile + 1))
       tiles::products<N>(q, k + (j - start) * c.D, c.D, std::min(kTile, used - j), ahead, out, j);
     else
       for (int n = 0; n < N; ++n) std::fill_n(out[n] + j, kTile, 0.0f);
@@ -281,12 +297,13 @@ void mix(const Call& c, const float* const* p, const Piece& x, int64_t from, int
   }
 }
 
-// The same of all slots that these rows, which see the same, see: the others may hold anything.
+// The same of all slots from one on that these rows, which see the same, see: the others may hold anything.
 template <int N>
-void mix_seen(const Call& c, const Row& row, const float* const* p, const Piece& x, float* room, float* const* out) {
+void mix_seen(const Call& c, const Row& row, const float* const* p, const Piece& x, int64_t from, float* room,
+              float* const* out) {
   const int32_t* pos = row.slots->pos.data() + x.from * kTile;
   auto sees = [&](int64_t j) { return pos[j] >= row.seen.first && pos[j] <= row.seen.last; };
-  for (int64_t j = 0, used = x.used(); j < used;) {
+  for (int64_t j = from, used = x.used(); j < used;) {
     if (!sees(j)) {
       j += j % kTile == 0 && hidden(row, x.from + j / kTile) ? kTile : 1;
       continue;
@@ -314,10 +331,14 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
       direct<N>(c, rows, keys, from, j, used, whole, ahead, q, at);
     });
   }
-  for (int64_t j = 0; turned && j < full; j += 16) {
+  constexpr int V = tiles::kRegisters > 16 && N <= 6 ? 4 : 2;  // so that the sums stay in registers
+  for (int64_t j = 0, some; turned && j < full; j += some) {
+    some = j + 8 * V <= full ? 8 * V : kTile;
     for (int n = 0; n < N; ++n) at[n] = s[n] + j;
-    if (j + 16 <= full)
-      products<N, 2>(q, turned + j * c.D, c.D, at);
+    if (!whole && !seen_by<N>(rows, from + j / kTile, from + (j + some) / kTile))
+      for (int n = 0; n < N; ++n) std::fill_n(at[n], some, 0.0f);
+    else if (some > kTile)
+      products<N, V>(q, turned + j * c.D, c.D, at);
     else
       products<N, 1>(q, turned + j * c.D, c.D, at);
   }
@@ -348,11 +369,15 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
     mixed[n] = out[n] + 2;
     std::fill(mixed[n], mixed[n] + c.W, 0.0f);
   }
+  if (whole) return mix<N>(c, weights, x, 0, used, room, mixed);
   bool alike = true;
   for (int n = 1; n < N; ++n) alike = alike && rows[n].seen == rows[0].seen;
-  if (whole) return mix<N>(c, weights, x, 0, used, room, mixed);
-  if (alike) return mix_seen<N>(c, rows[0], weights, x, room, mixed);
-  for (int n = 0; n < N; ++n) mix_seen<1>(c, rows[n], weights + n, x, room, mixed + n);
+  if (alike) return mix_seen<N>(c, rows[0], weights, x, 0, room, mixed);
+  int64_t both = 0;  // slots that all rows see, up to the first that one does not
+  for (int64_t tile = from; tile < to && seen_whole<N>(rows, tile); ++tile) both += kTile;
+  both = std::min(both, used);
+  if (both) mix<N>(c, weights, x, 0, both, room, mixed);
+  for (int n = 0; n < N; ++n) mix_seen<1>(c, rows[n], weights + n, x, both, room, mixed + n);
 }
 
 constexpr decltype(&go<1>) kGo[] = {go<1>, go<2>, go<3>, go<4>, go<5>, go<6>, go<7>, go<8>};
@@ -581,7 +606,7 @@ void go_through(Call& c, int64_t pair, int64_t block, int64_t split, float* draw
   }
   auto known = [&, first = first, step = step](int64_t r, int64_t i) {  // of a row, of chunk i where they are kept
     if (c.splits == 1) return buffer.data() + r * width;
-    return c.partial.data() + ((pair * c.rows + first + r * step) * c.chunks + i) * width;
+    return c.partial.get() + ((pair * c.rows + first + r * step) * c.chunks + i) * width;
   };
   thread_local std::vector<float> weights, tops, totals;  // of what slots draw
   int64_t row = pair * c.rows + first;  // of what is kept of all rows
@@ -672,7 +697,7 @@ void join(Call& c) {
     for (int64_t r = 0; r < c.R * tokens_of(c, pair / c.G).count; ++r) {
       empty(sofar.data(), c.W);
       for (int64_t i = 0; i < c.chunks; ++i)
-        merge(sofar.data(), c.partial.data() + ((pair * c.rows + r) * c.chunks + i) * width, c.W);
+        merge(sofar.data(), c.partial.get() + ((pair * c.rows + r) * c.chunks + i) * width, c.W);
       write(c, pair / c.G, row_of(c, pair / c.G, pair % c.G, r), r, sofar.data());
       if (!c.draw.asked()) continue;
       drawn::Draw& d = c.draw;
@@ -878,7 +903,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   c.chunks = recent.last = recent.first + (slots + kChunk - 1) / kChunk;
   c.blocks = c.listed ? c.T * ((c.R + kRows - 1) / kRows) : (c.rows + kRows - 1) / kRows;
   int64_t items = std::max<int64_t>(1, c.B * c.G * c.blocks);
-  c.splits = std::max<int64_t>(1, std::min<int64_t>(c.chunks / 2, 8 / items));
+  for (c.splits = 1; items * c.splits < kItems && 4 * c.splits <= c.chunks;) c.splits *= 2;
   c.turned = !c.set.exact && (c.listed ? c.R : c.rows) >= kTurned;
   int64_t heads_first[] = {lines, c.H, all, c.W}, by_token[] = {lines, all, c.H * c.W};
   const int64_t* sizes = c.set.packed ? by_token : heads_first;
@@ -895,7 +920,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   recent.by_head = false, lay(c, recent, counts);
   recent.slots = slots::of(k_pos.as<int64_t>(), c.B * recent.C, recent.spans);
   if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), kept_pos.count(), kept.spans);
-  if (c.splits > 1) c.partial.resize(c.B * c.G * c.rows * c.chunks * (c.W + 2));
+  if (c.splits > 1) c.partial.reset(new float[c.B * c.G * c.rows * c.chunks * (c.W + 2)]);
   return nullptr;
 }
 
