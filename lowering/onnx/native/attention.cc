@@ -5,6 +5,8 @@
 // AttentionInt8: the same of keys and values in codes (coded.h), which are decoded a few rows at a time, as
 // they are read; its results are those of Attention over the decoded ones, bit for bit.
 //
+// AttentionFloat16: the same of keys and values in half precision, which are widened as they are read (tiles.h).
+//
 // AttentionTable: the same of bytes, each of which stands for a number of a table; rows may have scales, which must be
 // there for int8.
 //
@@ -26,7 +28,7 @@
 // Where the call's own tokens are a tree of guesses, each sees of them what it would see in a row of its
 // ancestors: those lie for it where they would lie then (`Lane`), so that its result is the same, too.
 //
-// DrawnAttention, DrawnAttentionInt8: the same, and how much of it each slot draws (drawn.h).
+// DrawnAttention, DrawnAttentionInt8, DrawnAttentionFloat16: the same, and how much of it each slot draws (drawn.h).
 //
 // Keys are taken in chunks of kChunk, each gives a partial result, and partial results are merged in
 // order. So where `exact` is set, a row's result is the same bit for bit whatever the other rows, the
@@ -428,6 +430,7 @@ Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const std::vector<f
              int64_t slot) {
   if (blocks.codes.codes) return {nullptr, nullptr, nullptr, blocks.codes.width, &blocks, slot};
   if (!table.empty()) return Rows{nullptr, x.as<int8_t>(), scale.as<float>(), x.size[3], nullptr, 0, table.data()}.at(slot);
+  if (x.type == abi::kHalf) return {nullptr, nullptr, nullptr, x.size[3], nullptr, 0, nullptr, x.as<uint16_t>() + slot * x.size[3]};
   bool codes = scale.data != nullptr;
   return Rows{codes ? nullptr : x.as<float>(), codes ? x.as<int8_t>() : nullptr, scale.as<float>(), x.size[3]}.at(slot);
 }
@@ -710,12 +713,12 @@ void join(Call& c) {
 
 typedef abi::Kernel<Settings> Kernel;
 
-enum Form { kFloats, kInt8, kTable, kGroups, kCodes };
+enum Form { kFloats, kInt8, kHalves, kTable, kGroups, kCodes };
 
-constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionTable", "AttentionGroups",
+constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionFloat16", "AttentionTable", "AttentionGroups",
                                   "AttentionCodes"};
-constexpr const char* kDrawn[] = {"DrawnAttention", "DrawnAttentionInt8"};
-constexpr size_t kInputs[] = {11, 15, 19, 15, 19};  // before the tree
+constexpr const char* kDrawn[] = {"DrawnAttention", "DrawnAttentionInt8", "DrawnAttentionFloat16"};
+constexpr size_t kInputs[] = {11, 15, 11, 19, 15, 19};  // before the tree
 constexpr size_t kMore = 7;     // the tree and what follows, of each form
 constexpr size_t kBeside = 11;  // of AttentionGroups, then
 
@@ -1008,6 +1011,7 @@ int type_of(Form form, size_t i) {
            : i == many + 1 || (i >= many + 4 && i < many + kMore) || i == many + kMore + 2 ? abi::kInt64
                                                                                            : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
+  if (form == kHalves) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kHalf : abi::kFloat;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kTable) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kUint8 : abi::kFloat;
   if (form == kCodes && (i == 1 || i == 2)) return abi::kUint8;
@@ -1037,5 +1041,7 @@ abi::Op op() {
 
 abi::Op attention_op(bool coded) { return coded ? op<kInt8>() : op<kFloats>(); }
 abi::Op drawn_attention_op(bool coded) { return coded ? op<kInt8, true>() : op<kFloats, true>(); }
+abi::Op attention_halves_op() { return op<kHalves>(); }
+abi::Op drawn_attention_halves_op() { return op<kHalves, true>(); }
 abi::Op attention_table_op() { return op<kTable>(); }
 abi::Op attention_groups_op(bool all) { return all ? op<kCodes>() : op<kGroups>(); }

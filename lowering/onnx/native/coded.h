@@ -86,13 +86,6 @@ inline void look_up(const uint8_t* codes, const float* table, const float* scale
   }
 }
 
-// Halves -> floats.
-inline void widen(const uint16_t* from, int64_t count, float* out) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) store(out + i, grouped::halves_at(from + i));
-  for (; i < count; ++i) out[i] = grouped::number(from[i]);
-}
-
 // Rows as they lie: floats, halves, or codes (with a table: its bytes), or blocks of codes from a row on.
 struct Rows {
   const float* floats;
@@ -114,7 +107,7 @@ struct Rows {
   const float* read(int64_t count, float* room) const {
     if (floats) return floats;
     if (halves)
-      widen(halves, count * width, room);
+      grouped::widen(halves, count * width, room);
     else if (blocks)
       blocks->read(first, count, room);
     else if (table)
