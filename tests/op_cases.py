@@ -205,7 +205,9 @@ def coded_rows(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
 def halved(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     """Of all sizes, what is too large for float16 and too small, midway between two halves, and no number."""
     x = randn(rng, b, 2, t, 21) * 10.0 ** torch.from_numpy(rng.integers(-8, 6, (b, 2, t, 1)))
-    x[0, 0, 0, :9] = torch.tensor([65504, 65519.9, 65520, -1e30, 2**-25, 3 * 2**-25, 1 + 2**-11, 1e-44, -0.0])
+    x[0, 0, 0, :9] = torch.tensor(
+        [65504, 65519.9, 65520, -1e30, 2**-25, 3 * 2**-25, 1 + 2**-11, 1e-44, -0.0]
+    )
     x[-1, 1, -1, 3:6] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     return [x]
 

@@ -21,9 +21,7 @@ def halved(x):
 
 def operands(shape, tokens, exact, mask):
     """Of attention over halves, and over what they stand for."""
-    *_, plain, settings = attention(
-        np.random.default_rng(sum(shape)), shape, tokens, exact, mask
-    )
+    *_, plain, settings = attention(np.random.default_rng(sum(shape)), shape, tokens, exact, mask)
     halves = [halved(x) if i in HELD else x for i, x in enumerate(plain)]
     wide = [x.astype(np.float32) if i in HELD else x for i, x in enumerate(halves)]
     return halves, wide, settings
@@ -79,7 +77,9 @@ def test_what_slots_draw_is_that_of_the_widened():
         share = np.ones((2, tokens), np.float32)
         more = [*[None] * 8, share]
         kinds, draws = ["float32"] * 3, dict(noise=0.0, seed=0)
-        got = run("DrawnAttentionFloat16", [*halves, *more], kinds, **settings | {"partial": 1}, **draws)
+        got = run(
+            "DrawnAttentionFloat16", [*halves, *more], kinds, **settings | {"partial": 1}, **draws
+        )
         want = run("DrawnAttention", [*wide, *more], kinds, **settings | {"partial": 1}, **draws)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a, b)

@@ -36,11 +36,7 @@ _DECODERS = ("Decode", "DecodeFloat16", "DecodeGroups", "LookUp")
 def join(b: Builder, outputs: Collection[str]) -> None:
     """Let Linear take in offsets, norms, gates and sums, and Attention the layout of its rows and codes."""
     read = {value for node in b.nodes for value in reads(node)}.union(outputs)
-    b.nodes = [
-        n
-        for n in b.nodes
-        if n.op_type not in _DECODERS or read.intersection(n.output)
-    ]
+    b.nodes = [n for n in b.nodes if n.op_type not in _DECODERS or read.intersection(n.output)]
     for rewrite in (_offsets, _norms, _gates, _sums, _draws, _places):
         rewrite(_Graph(b, outputs))
 
@@ -291,7 +287,9 @@ def _cache(g: _Graph, attention: onnx.NodeProto) -> _Cache | None:
     codes = [n for n in makers if n is not None]
     if not codes and not coded:
         return _Cache(writes, [], writes[0].input[1], writes[1].input[1])
-    made = [output for outputs in zip(*(n.output for n in codes), strict=True) for output in outputs]
+    made = [
+        output for outputs in zip(*(n.output for n in codes), strict=True) for output in outputs
+    ]
     if [w.input[1] for w in writes] != made or codes[0].op_type != codes[1].op_type:
         return None
     return _Cache(writes, codes, codes[0].input[0], codes[1].input[0])

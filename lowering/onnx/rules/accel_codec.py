@@ -34,7 +34,9 @@ def decode_rows(b: Builder, q: str, scale: str) -> str:
 def encode_halves(b: Builder, x: str) -> str:
     ends = (b.constant(end, torch.float32) for end in (-codec.MOST_HALF, codec.MOST_HALF))
     broken = b.node("Mul", x, b.constant(0.0, torch.float32))
-    return str(b.node("Cast", b.node("Add", b.node("Clip", x, *ends), broken), to=DTYPES[torch.float16]))
+    return str(
+        b.node("Cast", b.node("Add", b.node("Clip", x, *ends), broken), to=DTYPES[torch.float16])
+    )
 
 
 @lower(codec.decode_halves.default)

@@ -225,7 +225,9 @@ def _plain(
         return "AttentionTable", _looked_up(x, table, looked), _common(b, x, partial)
     halves = {name: made.input[0] for name in held if (made := _made(b, name, "DecodeFloat16"))}
     if len(halves) == len(set(held)):
-        k, v, kept_k, kept_v = (halves.get(n) if n else None for n in (x.k, x.v, x.kept_k, x.kept_v))
+        k, v, kept_k, kept_v = (
+            halves.get(n) if n else None for n in (x.k, x.v, x.kept_k, x.kept_v)
+        )
         new = [x.q, k, v, x.q_pos, x.k_pos, x.bias, x.sink]
         read = [*new, kept_k, kept_v, x.kept_pos, x.pages, *_last(x, table)]
         return "AttentionFloat16", read, _common(b, x, partial)

@@ -52,7 +52,13 @@ def test_what_is_too_large_is_the_largest_and_what_is_no_number_none():
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("llama", ()), ("gemma2", ()), ("plain_latent", ()), ("llama", ("int4",)), ("gpt2", ("int8",))],
+    [
+        ("llama", ()),
+        ("gemma2", ()),
+        ("plain_latent", ()),
+        ("llama", ("int4",)),
+        ("gpt2", ("int8",)),
+    ],
     ids=lambda v: v if isinstance(v, str) else "+".join(v),
 )
 def test_every_way_through_a_session_is_that_of_the_oracle(made, name, recipe):
@@ -67,7 +73,9 @@ def test_every_way_through_a_session_is_that_of_the_oracle(made, name, recipe):
 
 def test_memory_is_its_formula(made):
     compiled = made("llama")
-    per_token = 8 + 2 * 2 * 2 * 10 * 2  # a position; layers, keys and values, heads, channels, bytes
+    per_token = (
+        8 + 2 * 2 * 2 * 10 * 2
+    )  # a position; layers, keys and values, heads, channels, bytes
     assert compiled.report["kv_bytes_per_token"] == per_token
     state = {s.name: (s.dtype, s.shape) for s in compiled.artifact.state}
     assert state["kv.1.v"] == ("float16", ("B", 2, "C", 10))
@@ -105,18 +113,20 @@ def test_it_goes_with_what_moves_slots(recipe):
     for asked in ([recipe], [recipe, "kv-float16"]):
         with accel.optimize(model, asked, max_context=64) as compiled:
             if len(asked) > 1:
-                assert "AttentionFloat16" in nodes(compiled) or "DrawnAttentionFloat16" in nodes(compiled)
+                assert "AttentionFloat16" in nodes(compiled) or "DrawnAttentionFloat16" in nodes(
+                    compiled
+                )
             with compiled.session() as session:
-                found.append(np.concatenate([session.run(MANY[:1, :15]), session.run(MANY[:1, 15:18])], 1))
+                found.append(
+                    np.concatenate([session.run(MANY[:1, :15]), session.run(MANY[:1, 15:18])], 1)
+                )
     near(found[1], found[0], 5e-3)
     assert not np.array_equal(found[1], found[0])
 
 
 @pytest.fixture(scope="module")
 def large():
-    """A model with a massive activation that a layer has in its values, beyond what float16 holds; what it makes of them
-    is small.
-    """
+    """A massive activation that a layer has in its values, beyond what float16 holds, and makes little of."""
     model = massive()
     attention = model.model.layers[TAKES].self_attn
     with torch.no_grad():
