@@ -430,9 +430,7 @@ Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const std::vector<f
              int64_t slot) {
   if (blocks.codes.codes) return {nullptr, nullptr, nullptr, blocks.codes.width, &blocks, slot};
   if (!table.empty()) return Rows{nullptr, x.as<int8_t>(), scale.as<float>(), x.size[3], nullptr, 0, table.data()}.at(slot);
-  if (x.type == abi::kHalf) return {nullptr, nullptr, nullptr, x.size[3], nullptr, 0, nullptr, x.as<uint16_t>() + slot * x.size[3]};
-  bool codes = scale.data != nullptr;
-  return Rows{codes ? nullptr : x.as<float>(), codes ? x.as<int8_t>() : nullptr, scale.as<float>(), x.size[3]}.at(slot);
+  return coded::rows_of(x, scale).at(slot);
 }
 
 // Tiles [from, to) of a segment, for one head of one batch row.

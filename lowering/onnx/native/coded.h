@@ -8,6 +8,7 @@
 #include <immintrin.h>
 #endif
 
+#include "abi.h"
 #include "stored.h"
 #include "vector.h"
 
@@ -125,5 +126,13 @@ struct Rows {
     for (int64_t i = row * each; i < (row + count) * each; i += 64) soon(from + i);
   }
 };
+
+// Rows of a tensor as its type says: floats, halves, or codes with scales.
+inline Rows rows_of(const abi::Tensor& x, const abi::Tensor& scale) {
+  int64_t width = x.size[3];
+  if (x.type == abi::kHalf) return {nullptr, nullptr, nullptr, width, nullptr, 0, nullptr, x.as<uint16_t>()};
+  if (scale.data) return {nullptr, x.as<int8_t>(), scale.as<float>(), width};
+  return {x.as<float>(), nullptr, nullptr, width};
+}
 
 }  // namespace coded

@@ -326,12 +326,18 @@ def _codes(b: Builder, value: str) -> list[str]:
     return [] if made is None else list(made.input)
 
 
+def _as_stored(b: Builder, value: str) -> list[str]:
+    """What a value was decoded from: codes and scales, or halves; else itself."""
+    halves = _made(b, value, "DecodeFloat16")
+    return [halves.input[0]] if halves is not None else _codes(b, value) or [value]
+
+
 @lower(choice.page_range.default)
 def page_range(
     b: Builder, high: str, low: str, keys: str, q_pos: str, slots: str, page: int
 ) -> Any:
     """Only the pages that a call wrote to, in place."""
-    read, *scales = _codes(b, keys) or [keys]
+    read, *scales = _as_stored(b, keys)
     operands = (high, low, read, q_pos, slots, *scales)
     return b.node(
         "PageRangeInt8" if scales else "PageRange", *operands, domain=DOMAIN, outputs=2, page=page
@@ -343,7 +349,7 @@ def fetch_pages(b: Builder, listed: str, buffer: str, page: int) -> Any:
     """Of numbers as they are, and of int8 codes."""
     if b.dtype(buffer) != torch.float32 or _made(b, buffer, "DecodeGroups"):
         return NotImplemented
-    held, *scales = _codes(b, buffer) or [buffer]
+    held, *scales = _as_stored(b, buffer)
     op = "FetchPagesInt8" if scales else "FetchPages"
     return b.node(op, listed, held, domain=DOMAIN, page=page)
 
@@ -384,7 +390,7 @@ def key_products(
     """Keys are turned as they are read; codes are read as they lie."""
     if any(b.dtype(x) != torch.float32 for x in (q, keys)):
         return NotImplemented
-    read, *scales = _codes(b, keys) or [keys]
+    read, *scales = _as_stored(b, keys)
     op = "KeyProductsInt8" if scales else "KeyProducts"
     return b.node(op, q, read, at, cos, sin, *scales, domain=DOMAIN, interleaved=int(interleaved))
 

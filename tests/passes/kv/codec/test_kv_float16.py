@@ -106,16 +106,18 @@ def test_rows_are_equal_bit_for_bit_under_batch_invariant(made, weights):
 
 @pytest.mark.long
 @needs_native
-@pytest.mark.parametrize("recipe", ["knorm", "quest", "paged-prefix", "h2o", "unified-skip"])
+@pytest.mark.parametrize(
+    "recipe", ["knorm", "quest", "tokenselect", "paged-prefix", "h2o", "unified-skip"]
+)
 def test_it_goes_with_what_moves_slots(recipe):
     """As near to the same without it as halves are, and no other operator reads its slots."""
     found, model = [], models.PlainSdpa(layers=4)
     for asked in ([recipe], [recipe, "kv-float16"]):
         with accel.optimize(model, asked, max_context=64) as compiled:
             if len(asked) > 1:
-                assert "AttentionFloat16" in nodes(compiled) or "DrawnAttentionFloat16" in nodes(
-                    compiled
-                )
+                made = nodes(compiled)
+                assert made & {"AttentionFloat16", "DrawnAttentionFloat16"}
+                assert "DecodeFloat16" not in made
             with compiled.session() as session:
                 found.append(
                     np.concatenate([session.run(MANY[:1, :15]), session.run(MANY[:1, 15:18])], 1)
