@@ -202,6 +202,16 @@ def coded_rows(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     return [x]
 
 
+def halved(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    """Of all sizes, what is too large for float16 and too small, midway between two halves, and no number."""
+    x = randn(rng, b, 2, t, 21) * 10.0 ** torch.from_numpy(rng.integers(-8, 6, (b, 2, t, 1)))
+    x[0, 0, 0, :9] = torch.tensor(
+        [65504, 65519.9, 65520, -1e30, 2**-25, 3 * 2**-25, 1 + 2**-11, 1e-44, -0.0]
+    )
+    x[-1, 1, -1, 3:6] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    return [x]
+
+
 def decoded_rows(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     q = torch.from_numpy(rng.integers(-127, 128, (b, 2, c, 10), np.int8))
     return [q, randn(rng, b, 2, c).abs()]
@@ -545,6 +555,8 @@ def cases() -> list[Case]:
         Case("block_positions", kv.block_positions, block_table),
         Case("encode_rows", codec.encode_rows, coded_rows),
         Case("decode_rows", codec.decode_rows, decoded_rows),
+        Case("encode_halves", codec.encode_halves, halved),
+        Case("decode_halves", codec.decode_halves, lambda *args: [halved(*args)[0].clamp(-7e4, 7e4).half()]),
         *(
             Case(f"look_up_rows-{s}", codec.look_up_rows, looked_up_rows(s))
             for s in (False, True)

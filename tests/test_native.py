@@ -19,7 +19,7 @@ from .test_ops import onnx_session, program_of
 
 needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 rules = lower.rules  # of the compiled operators
-SHAPES = [(4, 4, 64), (4, 1, 64), (14, 2, 64), (6, 2, 24), (3, 3, 10)]
+SHAPES = [(4, 4, 64), (9, 3, 64), (14, 2, 64), (4, 1, 256), (6, 2, 24), (3, 3, 10)]
 SLOTS = 700
 
 
@@ -72,6 +72,25 @@ def test_rows_are_equal_bit_for_bit(shape, threads, tmp_path):
     for tokens in (2, 3, 8, 33):
         args = operands(*shape, tokens)
         np.testing.assert_array_equal(run(args), apart(run, args))
+
+
+@needs_native
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (6, 2, 24)], ids=str)
+def test_what_lies_in_slots_that_nobody_sees_is_harmless(shape, exact, tmp_path):
+    """Empty slots, some in a tile with others, and those of later tokens, some of which other rows of the call see."""
+    run = session(shape, tmp_path, exact, 1)
+    for tokens in (1, 5, 40):
+        args = operands(*shape, tokens)
+        want, empty = run(args), args[4][0] < 0
+        q, k, v, *others = args
+        k, v = (torch.where(empty[:, None], torch.nan, x) for x in (k, v))
+        np.testing.assert_array_equal(run([q, k, v, *others]), want)
+        last = SLOTS - 31  # the newest token's slot
+        k[0, :, last], v[0, :, last] = torch.nan, torch.nan
+        got = run([q, k, v, *others])
+        np.testing.assert_array_equal(got[:, :, :-1], want[:, :, :-1])
+        assert np.isnan(got[:, :, -1]).all()
 
 
 @needs_native

@@ -51,6 +51,27 @@ look_up_rows = Op(
 )
 
 
+MOST_HALF = 65504.0  # of float16
+
+
+# x [..,D] -> float16 [..,D]: the nearest one, of what is beyond 65504 that, of what is no finite number NaN.
+encode_halves = Op(
+    "encode_halves",
+    "(Tensor x) -> Tensor",
+    # x * 0 is 0 for all but what is no finite number
+    reference=lambda x: (x.clamp(-MOST_HALF, MOST_HALF) + x * 0).to(torch.float16),
+    shape=lambda x: x.new_empty(x.shape, dtype=torch.float16),
+)
+
+# float16 [..,D] -> [..,D]
+decode_halves = Op(
+    "decode_halves",
+    "(Tensor q) -> Tensor",
+    reference=lambda q: q.float(),
+    shape=lambda q: q.new_empty(q.shape, dtype=torch.float32),
+)
+
+
 def ends(bits: int) -> tuple[int, int]:
     """The least and the largest code."""
     return -(1 << bits - 1), (1 << bits - 1) - 1

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from accel.ir.ops.attention import Operands, attention
-from accel.ir.ops.codec import decode_rows, decode_static, encode_static
+from accel.ir.ops.codec import decode_halves, decode_rows, decode_static, encode_static
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import quantized_linear
@@ -132,8 +132,8 @@ def _operands(
         if not isinstance(value, fx.Node) or value in names:
             continue
         fake = value.meta["val"]
-        if value.target is decode_rows.default:
-            coded = zip(value.all_input_nodes, ("codes", "scale"), strict=True)
+        if value.target in (decode_rows.default, decode_halves.default):
+            coded = zip(value.all_input_nodes, ("codes", "scale"), strict=False)
             parts = [
                 _input(b, inputs, f"{role}.{index}.{p}", "BGC", n.meta["val"]) for n, p in coded
             ]

@@ -217,6 +217,23 @@ def test_a_cache_in_8_bits_is_as_on_the_eager_target(recipes):
             close(session.run(prompt[:, :1]), other.run(prompt[:, :1]))
 
 
+@pytest.mark.parametrize("recipes", [["kv-float16"], ["kv-float16", "knorm"]], ids=str)
+def test_a_cache_of_halves_is_as_on_the_eager_target(recipes):
+    with accel.optimize(
+        module("llama"), recipes, target="eager", max_context=64, verify=False
+    ) as eager:
+        model = beside(eager)
+        graph = model.program.compiled["step"].module.graph
+        read = [n.args[2] for n in graph.nodes if getattr(n.target, "__name__", "") == "attended"]
+        dtypes = {x.meta["val"].dtype for parts in read for part in parts for x in part[:2]}
+        assert len(read) == 2 and dtypes == {torch.float16}, "attention reads halves"
+        prompt = np.random.default_rng(0).integers(3, 90, (1, 12))
+        with model.session() as session, eager.session() as other:
+            assert {t.dtype for n, t in bound(session, "kv.0.k").items()} == {torch.float16}
+            close(session.run(prompt), other.run(prompt))
+            close(session.run(prompt[:, :1]), other.run(prompt[:, :1]))
+
+
 DEPTH = [{"use": "unified-skip"}, {"use": "calm", "threshold": 0.03}]
 
 

@@ -24,7 +24,7 @@ def built(codec):
     )
 
 
-@pytest.fixture(scope="module", params=["", "kv-int8"])
+@pytest.fixture(scope="module", params=["", "kv-int8", "kv-float16"])
 def both(request):
     """Triton and eager, of one program."""
     with built(request.param) as eager, beside(eager) as model:

@@ -5,6 +5,8 @@
 // AttentionInt8: the same of keys and values in codes (coded.h), which are decoded a few rows at a time, as
 // they are read; its results are those of Attention over the decoded ones, bit for bit.
 //
+// AttentionFloat16: the same of keys and values in half precision, which are widened as they are read (tiles.h).
+//
 // AttentionTable: the same of bytes, each of which stands for a number of a table; rows may have scales, which must be
 // there for int8.
 //
@@ -26,7 +28,7 @@
 // Where the call's own tokens are a tree of guesses, each sees of them what it would see in a row of its
 // ancestors: those lie for it where they would lie then (`Lane`), so that its result is the same, too.
 //
-// DrawnAttention, DrawnAttentionInt8: the same, and how much of it each slot draws (drawn.h).
+// DrawnAttention, DrawnAttentionInt8, DrawnAttentionFloat16: the same, and how much of it each slot draws (drawn.h).
 //
 // Keys are taken in chunks of kChunk, each gives a partial result, and partial results are merged in
 // order. So where `exact` is set, a row's result is the same bit for bit whatever the other rows, the
@@ -34,6 +36,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "abi.h"
@@ -41,6 +44,7 @@
 #include "drawn.h"
 #include "lists.h"
 #include "slots.h"
+#include "tiles.h"
 #include "vector.h"
 
 namespace {
@@ -48,12 +52,13 @@ namespace {
 using coded::Rows;
 using slots::kChunk, slots::kFar, slots::kFull, slots::kTile, slots::Range, slots::Slots, slots::Span;
 
-constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
+constexpr int64_t kRows = 64;    // rows that share a chunk's turned keys
 constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless results are to be exact
 constexpr int64_t kNear = 16;    // slots that are read together where keys are not turned
 constexpr int64_t kFarther = 4;  // so many times kNear, slots ahead that are asked for where each lies by itself
 constexpr int64_t kLanes = 16;   // that many at least add up what slots draw, each by itself
 constexpr int64_t kGroup = 8;    // rows that go through it together, at most
+constexpr int64_t kItems = 12;   // of work at least, where there are so many keys: keys are cut in halves, quarters, ..
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kLeast = std::numeric_limits<float>::lowest();  // log-sum-exp of nothing
 
@@ -112,6 +117,7 @@ struct Piece {
   Range held;  // positions
   bool full;   // no slot is empty
   bool on;     // what comes after it is read too
+  bool fetch = true;  // memory is asked for before it is needed
   const int64_t* pages = nullptr;  // pages that the slots lie in; none: they lie as they are
   Paging paging = {};
   const int64_t* listed = nullptr;  // the slots, one by one, counted from `k` and `v`
@@ -131,9 +137,20 @@ struct Piece {
     }
     return room;
   }
+  // The same as they lie, floats or halves, where they lie together: use(rows, how many bytes ahead it is to ask for more).
+  template <typename F>
+  void with(const Rows& rows, int64_t j, int64_t count, float* room, F use) const {
+    bool together = !listed && (!pages || paging.together(j) >= count), more = fetch && on && !listed && !pages;
+    if (together && rows.halves) return use(rows.at(place(j)).halves, more ? tiles::kAhead : 0);
+    if (together && rows.floats) return use(rows.at(place(j)).floats, more ? tiles::kAhead : 0);
+    if (fetch) ahead(rows, j + (listed ? kFarther : 2) * count, count);
+    use(static_cast<const float*>(read(rows, j, count, room)), int64_t(0));
+  }
   void ahead(const Rows& rows, int64_t j, int64_t count) const {
-    if (!listed) return rows.ahead(place(j), count);
-    for (int64_t i = j; i < std::min(j + count, more); ++i) rows.ahead(listed[i], 1);
+    if (listed)
+      for (int64_t i = j; i < std::min(j + count, more); ++i) rows.ahead(listed[i], 1);
+    else if (!pages ? on || j < used() : j < more)
+      rows.ahead(place(j), count);
   }
 };
 
@@ -147,7 +164,7 @@ struct Call {
   int64_t listed;  // pages that a query lists; 0: it reads everything
   int64_t own;     // slots from `first` on of which each token sees those of its row of `tree`; 0: no tree
   bool turned;  // whether many rows share each key, so that it pays to turn keys first
-  std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
+  std::unique_ptr<float[]> partial;  // [B G, rows, chunks, W + 2], where keys are split
   drawn::Draw draw;
 };
 
@@ -186,6 +203,21 @@ Row row_of(const Call& c, int64_t b, int64_t g, int64_t r) {
 
 bool hidden(const Row& row, int64_t tile) { return row.slots->tiles[tile].misses(row.seen); }
 
+// Whether one of N rows sees some of tiles [from, to); whether all see all of a tile.
+template <int N>
+bool seen_by(const Row* rows, int64_t from, int64_t to) {
+  for (int64_t tile = from; tile < to; ++tile)
+    for (int n = 0; n < N; ++n)
+      if (!hidden(rows[n], tile)) return true;
+  return false;
+}
+template <int N>
+bool seen_whole(const Row* rows, int64_t tile) {
+  bool all = !rows[0].slots->holes[tile];
+  for (int n = 0; n < N; ++n) all = all && rows[0].slots->tiles[tile].within(rows[n].seen);
+  return all;
+}
+
 float biased(const Call& c, const Row& row, int32_t k) {
   const float* bias = c.bias.as<float>();
   int64_t q = row.position;
@@ -208,43 +240,17 @@ void turn(const float* k, int64_t D, int64_t count, float* out) {
   }
 }
 
-// Products of up to three rows with kNear keys `k`, those from slot `start` of a chunk on, four at a time; 0
-// for tiles that no row sees.
-template <int N>
-void direct(const Call& c, const Row* rows, const float* k, int64_t from, int64_t start, int64_t used, bool whole,
-            float* const* out) {
-  for (int64_t j = start; j < std::min(start + kNear, used); j += 4) {
+// Products of N rows with kNear keys, those from slot `start` of a chunk on; 0 for tiles that no row sees.
+template <int N, typename E>
+void direct(const Call& c, const Row* rows, const E* k, int64_t from, int64_t start, int64_t used, bool whole, int64_t ahead,
+            const float* const* q, float* const* out) {
+  for (int64_t j = start; j < std::min(start + kNear, used); j += kTile) {
     int64_t tile = from + j / kTile;
-    bool any = whole;
-    for (int n = 0; n < N && !any; ++n) any = !rows[n].slots->tiles[tile].misses(rows[n].seen);
-    v8 acc[N][4] = {};
-    int64_t d = 0;
-    const float* key[4];  // the last of them again where there are fewer
-    for (int i = 0; i < 4; ++i) key[i] = k + (std::min(j + i, used - 1) - start) * c.D;
-    for (; any && d + 8 <= c.D; d += 8) {
-      v8 x[N];
-      for (int n = 0; n < N; ++n) x[n] = held(rows[n].q + d);
-      for (int i = 0; i < 4; ++i) {
-        v8 y = held(key[i] + d);
-        for (int n = 0; n < N; ++n) acc[n][i] = fused(x[n], y, acc[n][i]);
-      }
-    }
-    for (int n = 0; n < N; ++n) {
-      v4 total = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-      for (int64_t e = d; any && e < c.D; ++e)
-        for (int i = 0; i < 4; ++i) total[i] = std::fma(rows[n].q[e], key[i][e], total[i]);
-      std::memcpy(out[n] + j, &total, sizeof total);
-    }
+    if (whole || seen_by<N>(rows, tile, tile + 1))
+      tiles::products<N>(q, k + (j - start) * c.D, c.D, std::min(kTile, used - j), ahead, out, j);
+    else
+      for (int n = 0; n < N; ++n) std::fill_n(out[n] + j, kTile, 0.0f);
   }
-}
-
-// The same of any number of rows, by twos and threes.
-template <int N>
-void direct_all(const Call& c, const Row* rows, const float* k, int64_t from, int64_t start, int64_t used, bool whole,
-                float* const* out) {
-  constexpr int some = N % 3 == 1 && N > 1 ? 2 : std::min(N, 3);
-  direct<some>(c, rows, k, from, start, used, whole, out);
-  if constexpr (N > some) direct_all<N - some>(c, rows + some, k, from, start, used, whole, out + some);
 }
 
 // Products of N rows with V vectors of turned keys.
@@ -279,55 +285,34 @@ void finish(const Call& c, const Row& row, int64_t from, int64_t to, int64_t cou
   }
 }
 
-// out[n][w] += sum_j p[n][j] v[j][w] over `count` slots, for V vectors of columns.
-template <int N, int V>
-void columns(const float* const* p, const float* v, int64_t W, int64_t count, float* const* out) {
-  v8 acc[N][V];
-  for (int n = 0; n < N; ++n)
-    for (int i = 0; i < V; ++i) acc[n][i] = load(out[n] + 8 * i);
-  for (int64_t j = 0; j < count; ++j, v += W) {
-    v8 value[V];
-    for (int i = 0; i < V; ++i) value[i] = held(v + 8 * i);
-    for (int n = 0; n < N; ++n) {
-      v8 x = all(p[n][j]);
-      for (int i = 0; i < V; ++i) acc[n][i] = fused(x, value[i], acc[n][i]);
-    }
-  }
-  for (int n = 0; n < N; ++n)
-    for (int i = 0; i < V; ++i) store(out[n] + 8 * i, acc[n][i]);
-}
-
-// The same for all columns, kNear slots after another, so that memory is read as it lies.
+// Values of slots [from, from + count) of a piece mixed by the weights p of N rows, a few slots at a time, so that memory
+// is read as it lies.
 template <int N>
-void mix_run(const Call& c, const float* const* p, const Piece& x, int64_t from, int64_t count, float* room,
-             float* const* out) {
-  constexpr int V = N == 1 ? 8 : N == 2 ? 4 : 2;  // so that the sums stay in registers
+void mix(const Call& c, const float* const* p, const Piece& x, int64_t from, int64_t count, float* room,
+         float* const* out) {
   const float* weights[N];
-  float* at[N];
-  for (int64_t j = 0, some; j < count; j += some) {
-    some = c.turned ? count : std::min(kNear, count - j);
-    const float* values = x.read(x.v, from + j, some, room);
-    int64_t w = 0;
-    auto place = [&] {
-      for (int n = 0; n < N; ++n) weights[n] = p[n] + j, at[n] = out[n] + w;
-    };
-    for (; w + 8 * V <= c.W; w += 8 * V) place(), columns<N, V>(weights, values + w, c.W, some, at);
-    for (; w + 8 <= c.W; w += 8) place(), columns<N, 1>(weights, values + w, c.W, some, at);
-    for (; w < c.W; ++w)
-      for (int n = 0; n < N; ++n)
-        for (int64_t i = 0; i < some; ++i) out[n][w] = std::fma(p[n][j + i], values[i * c.W + w], out[n][w]);
+  for (int64_t j = from, some; j < from + count; j += some) {
+    some = c.turned ? count : std::min(kNear, from + count - j);
+    for (int n = 0; n < N; ++n) weights[n] = p[n] + j;
+    x.with(x.v, j, some, room,
+           [&](const auto* values, int64_t ahead) { tiles::mix<N>(weights, values, c.W, some, ahead, out); });
   }
 }
 
-// Values mixed by the weights p over the tiles of a piece, those that a row does not see left out.
-void mix(const Call& c, const Row& row, const float* p, const Piece& x, float* room, float* out) {
-  for (int64_t tile = x.from; tile < x.to;) {
-    int64_t start = tile;
-    while (tile < x.to && !hidden(row, tile)) ++tile;
-    int64_t count = std::min(tile * kTile, x.C) - start * kTile;
-    const float* weights = p + (start - x.from) * kTile;
-    if (tile > start) mix_run<1>(c, &weights, x, (start - x.from) * kTile, count, room, &out);
-    while (tile < x.to && hidden(row, tile)) ++tile;
+// The same of all slots from one on that these rows, which see the same, see: the others may hold anything.
+template <int N>
+void mix_seen(const Call& c, const Row& row, const float* const* p, const Piece& x, int64_t from, float* room,
+              float* const* out) {
+  const int32_t* pos = row.slots->pos.data() + x.from * kTile;
+  auto sees = [&](int64_t j) { return pos[j] >= row.seen.first && pos[j] <= row.seen.last; };
+  for (int64_t j = from, used = x.used(); j < used;) {
+    if (!sees(j)) {
+      j += j % kTile == 0 && hidden(row, x.from + j / kTile) ? kTile : 1;
+      continue;
+    }
+    int64_t start = j;
+    while (j < used && sees(j)) ++j;
+    mix<N>(c, p, x, start, j - start, room, out);
   }
 }
 
@@ -343,16 +328,19 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
   float* at[N];
   for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
   for (int64_t j = 0; !turned && j < used; j += kNear) {
-    int64_t next = j + (x.listed ? kFarther : 2) * kNear;
-    if (x.on && (!x.pages || next < x.more)) x.ahead(x.k, next, kNear);
-    x.ahead(x.v, j, kNear);
-    const float* keys = x.read(x.k, j, std::min(kNear, used - j), room);
-    direct_all<N>(c, rows, keys, from, j, used, whole, at);
+    int64_t some = std::min(kNear, used - j);
+    x.with(x.k, j, some, room, [&](const auto* keys, int64_t ahead) {
+      direct<N>(c, rows, keys, from, j, used, whole, ahead, q, at);
+    });
   }
-  for (int64_t j = 0; turned && j < full; j += 16) {
+  constexpr int V = tiles::kRegisters > 16 && N <= 6 ? 4 : 2;  // so that the sums stay in registers
+  for (int64_t j = 0, some; turned && j < full; j += some) {
+    some = j + 8 * V <= full ? 8 * V : kTile;
     for (int n = 0; n < N; ++n) at[n] = s[n] + j;
-    if (j + 16 <= full)
-      products<N, 2>(q, turned + j * c.D, c.D, at);
+    if (!whole && !seen_by<N>(rows, from + j / kTile, from + (j + some) / kTile))
+      for (int n = 0; n < N; ++n) std::fill_n(at[n], some, 0.0f);
+    else if (some > kTile)
+      products<N, V>(q, turned + j * c.D, c.D, at);
     else
       products<N, 1>(q, turned + j * c.D, c.D, at);
   }
@@ -383,13 +371,15 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
     mixed[n] = out[n] + 2;
     std::fill(mixed[n], mixed[n] + c.W, 0.0f);
   }
-  if (whole) {
-    constexpr int some = N == 5 ? 3 : N > 6 ? 4 : N;
-    mix_run<some>(c, weights, x, 0, used, room, mixed);
-    if constexpr (N > some) mix_run<N - some>(c, weights + some, x, 0, used, room, mixed + some);
-    return;
-  }
-  for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], x, room, mixed[n]);
+  if (whole) return mix<N>(c, weights, x, 0, used, room, mixed);
+  bool alike = true;
+  for (int n = 1; n < N; ++n) alike = alike && rows[n].seen == rows[0].seen;
+  if (alike) return mix_seen<N>(c, rows[0], weights, x, 0, room, mixed);
+  int64_t both = 0;  // slots that all rows see, up to the first that one does not
+  for (int64_t tile = from; tile < to && seen_whole<N>(rows, tile); ++tile) both += kTile;
+  both = std::min(both, used);
+  if (both) mix<N>(c, weights, x, 0, both, room, mixed);
+  for (int n = 0; n < N; ++n) mix_seen<1>(c, rows[n], weights + n, x, both, room, mixed + n);
 }
 
 constexpr decltype(&go<1>) kGo[] = {go<1>, go<2>, go<3>, go<4>, go<5>, go<6>, go<7>, go<8>};
@@ -440,8 +430,7 @@ Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const std::vector<f
              int64_t slot) {
   if (blocks.codes.codes) return {nullptr, nullptr, nullptr, blocks.codes.width, &blocks, slot};
   if (!table.empty()) return Rows{nullptr, x.as<int8_t>(), scale.as<float>(), x.size[3], nullptr, 0, table.data()}.at(slot);
-  bool codes = scale.data != nullptr;
-  return Rows{codes ? nullptr : x.as<float>(), codes ? x.as<int8_t>() : nullptr, scale.as<float>(), x.size[3]}.at(slot);
+  return coded::rows_of(x, scale).at(slot);
 }
 
 // Tiles [from, to) of a segment, for one head of one batch row.
@@ -618,7 +607,7 @@ void go_through(Call& c, int64_t pair, int64_t block, int64_t split, float* draw
   }
   auto known = [&, first = first, step = step](int64_t r, int64_t i) {  // of a row, of chunk i where they are kept
     if (c.splits == 1) return buffer.data() + r * width;
-    return c.partial.data() + ((pair * c.rows + first + r * step) * c.chunks + i) * width;
+    return c.partial.get() + ((pair * c.rows + first + r * step) * c.chunks + i) * width;
   };
   thread_local std::vector<float> weights, tops, totals;  // of what slots draw
   int64_t row = pair * c.rows + first;  // of what is kept of all rows
@@ -641,6 +630,7 @@ void go_through(Call& c, int64_t pair, int64_t block, int64_t split, float* draw
     }
     for (int64_t r = 0, n; r < count; r += n) {
       n = group(count - r);
+      x.fetch = r == 0 && !c.turned;
       kGo[n - 1](c, rows + r, x, c.turned ? keys.data() : nullptr, room.data(), parts);
       for (int64_t j = 0; j < n; ++j) merge(known(r + j, i), parts[j], c.W);
     }
@@ -708,7 +698,7 @@ void join(Call& c) {
     for (int64_t r = 0; r < c.R * tokens_of(c, pair / c.G).count; ++r) {
       empty(sofar.data(), c.W);
       for (int64_t i = 0; i < c.chunks; ++i)
-        merge(sofar.data(), c.partial.data() + ((pair * c.rows + r) * c.chunks + i) * width, c.W);
+        merge(sofar.data(), c.partial.get() + ((pair * c.rows + r) * c.chunks + i) * width, c.W);
       write(c, pair / c.G, row_of(c, pair / c.G, pair % c.G, r), r, sofar.data());
       if (!c.draw.asked()) continue;
       drawn::Draw& d = c.draw;
@@ -721,12 +711,12 @@ void join(Call& c) {
 
 typedef abi::Kernel<Settings> Kernel;
 
-enum Form { kFloats, kInt8, kTable, kGroups, kCodes };
+enum Form { kFloats, kInt8, kHalves, kTable, kGroups, kCodes };
 
-constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionTable", "AttentionGroups",
+constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionFloat16", "AttentionTable", "AttentionGroups",
                                   "AttentionCodes"};
-constexpr const char* kDrawn[] = {"DrawnAttention", "DrawnAttentionInt8"};
-constexpr size_t kInputs[] = {11, 15, 19, 15, 19};  // before the tree
+constexpr const char* kDrawn[] = {"DrawnAttention", "DrawnAttentionInt8", "DrawnAttentionFloat16"};
+constexpr size_t kInputs[] = {11, 15, 11, 19, 15, 19};  // before the tree
 constexpr size_t kMore = 7;     // the tree and what follows, of each form
 constexpr size_t kBeside = 11;  // of AttentionGroups, then
 
@@ -914,7 +904,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   c.chunks = recent.last = recent.first + (slots + kChunk - 1) / kChunk;
   c.blocks = c.listed ? c.T * ((c.R + kRows - 1) / kRows) : (c.rows + kRows - 1) / kRows;
   int64_t items = std::max<int64_t>(1, c.B * c.G * c.blocks);
-  c.splits = std::max<int64_t>(1, std::min<int64_t>(c.chunks / 2, 8 / items));
+  for (c.splits = 1; items * c.splits < kItems && 4 * c.splits <= c.chunks;) c.splits *= 2;
   c.turned = !c.set.exact && (c.listed ? c.R : c.rows) >= kTurned;
   int64_t heads_first[] = {lines, c.H, all, c.W}, by_token[] = {lines, all, c.H * c.W};
   const int64_t* sizes = c.set.packed ? by_token : heads_first;
@@ -931,7 +921,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   recent.by_head = false, lay(c, recent, counts);
   recent.slots = slots::of(k_pos.as<int64_t>(), c.B * recent.C, recent.spans);
   if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), kept_pos.count(), kept.spans);
-  if (c.splits > 1) c.partial.resize(c.B * c.G * c.rows * c.chunks * (c.W + 2));
+  if (c.splits > 1) c.partial.reset(new float[c.B * c.G * c.rows * c.chunks * (c.W + 2)]);
   return nullptr;
 }
 
@@ -1019,6 +1009,7 @@ int type_of(Form form, size_t i) {
            : i == many + 1 || (i >= many + 4 && i < many + kMore) || i == many + kMore + 2 ? abi::kInt64
                                                                                            : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
+  if (form == kHalves) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kHalf : abi::kFloat;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kTable) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kUint8 : abi::kFloat;
   if (form == kCodes && (i == 1 || i == 2)) return abi::kUint8;
@@ -1048,5 +1039,7 @@ abi::Op op() {
 
 abi::Op attention_op(bool coded) { return coded ? op<kInt8>() : op<kFloats>(); }
 abi::Op drawn_attention_op(bool coded) { return coded ? op<kInt8, true>() : op<kFloats, true>(); }
+abi::Op attention_halves_op() { return op<kHalves>(); }
+abi::Op drawn_attention_halves_op() { return op<kHalves, true>(); }
 abi::Op attention_table_op() { return op<kTable>(); }
 abi::Op attention_groups_op(bool all) { return all ? op<kCodes>() : op<kGroups>(); }

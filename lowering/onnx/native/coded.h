@@ -8,6 +8,7 @@
 #include <immintrin.h>
 #endif
 
+#include "abi.h"
 #include "stored.h"
 #include "vector.h"
 
@@ -86,7 +87,7 @@ inline void look_up(const uint8_t* codes, const float* table, const float* scale
   }
 }
 
-// Rows as they lie: floats, or codes (with a table: its bytes), or blocks of codes from a row on.
+// Rows as they lie: floats, halves, or codes (with a table: its bytes), or blocks of codes from a row on.
 struct Rows {
   const float* floats;
   const int8_t* codes;
@@ -95,8 +96,10 @@ struct Rows {
   const stored::Blocks* blocks = nullptr;
   int64_t first = 0;
   const float* table = nullptr;
+  const uint16_t* halves = nullptr;
 
   Rows at(int64_t row) const {
+    if (halves) return {nullptr, nullptr, nullptr, width, nullptr, 0, nullptr, halves + row * width};
     if (blocks) return {nullptr, nullptr, nullptr, width, blocks, first + row};
     if (codes) return {nullptr, codes + row * width, scales ? scales + row : nullptr, width, nullptr, 0, table};
     return {floats + row * width, nullptr, nullptr, width};
@@ -104,7 +107,9 @@ struct Rows {
   // `count` rows from here as floats; coded ones are decoded into `room`.
   const float* read(int64_t count, float* room) const {
     if (floats) return floats;
-    if (blocks)
+    if (halves)
+      grouped::widen(halves, count * width, room);
+    else if (blocks)
       blocks->read(first, count, room);
     else if (table)
       look_up(reinterpret_cast<const uint8_t*>(codes), table, scales, count, width, room);
@@ -112,13 +117,22 @@ struct Rows {
       decode(codes, scales, count, width, room);
     return room;
   }
-  // Ask for memory before it is needed: a processor by itself looks ahead too late here.
+  // Ask for memory before it is needed.
   void ahead(int64_t row, int64_t count) const {
     if (blocks) return;  // it is little
-    const int8_t* from = codes ? codes : reinterpret_cast<const int8_t*>(floats);
-    int64_t each = width * (codes ? sizeof *codes : sizeof *floats);
-    for (int64_t i = row * each; i < (row + count) * each; i += 64) __builtin_prefetch(from + i);
+    auto bytes = [](const auto* rows) { return reinterpret_cast<const int8_t*>(rows); };
+    const int8_t* from = codes ? codes : halves ? bytes(halves) : bytes(floats);
+    int64_t each = width * (codes ? sizeof *codes : halves ? sizeof *halves : sizeof *floats);
+    for (int64_t i = row * each; i < (row + count) * each; i += 64) soon(from + i);
   }
 };
+
+// Rows of a tensor as its type says: floats, halves, or codes with scales.
+inline Rows rows_of(const abi::Tensor& x, const abi::Tensor& scale) {
+  int64_t width = x.size[3];
+  if (x.type == abi::kHalf) return {nullptr, nullptr, nullptr, width, nullptr, 0, nullptr, x.as<uint16_t>()};
+  if (scale.data) return {nullptr, x.as<int8_t>(), scale.as<float>(), width};
+  return {x.as<float>(), nullptr, nullptr, width};
+}
 
 }  // namespace coded

@@ -49,10 +49,12 @@ template <bool kCoded>
 abi::Status* run(const Kernel& self, abi::Context* context) {
   const abi::Api& api = self.api;
   Call c = {};
-  c.page = self.set.page, c.bytes = kCoded ? 1 : 4;
+  c.page = self.set.page;
   if (abi::Status* s = abi::read(api, context, 0, &c.pages)) return s;
   if (abi::Status* s = abi::read(api, context, 1, &c.held)) return s;
   const abi::Tensor& x = c.held;
+  c.bytes = kCoded ? 1 : x.type == abi::kHalf ? 2 : 4;
+  if (!kCoded && x.type != abi::kFloat && x.type != abi::kHalf) return api.fail("FetchPages: the cache holds floats or halves");
   if (c.pages.rank != 4 || x.rank != 4 || c.page < 1 || x.size[0] != c.pages.size[0] || x.size[1] != c.pages.size[1])
     return api.fail("FetchPages: the lists of pages do not fit the cache");
   abi::Value* out = nullptr;
@@ -70,7 +72,7 @@ abi::Op op() {
   abi::Op op = abi::op_of<Settings, kAttributes, run<kCoded>>();
   op.name = [](const abi::Op*) { return kCoded ? "FetchPagesInt8" : "FetchPages"; };
   op.input_count = [](const abi::Op*) { return size_t(2); };
-  op.input_type = [](const abi::Op*, size_t i) { return int(!i ? abi::kInt64 : kCoded ? abi::kInt8 : abi::kFloat); };
+  op.input_type = [](const abi::Op*, size_t i) { return int(!i ? abi::kInt64 : kCoded ? abi::kInt8 : abi::kAny); };
   op.input_presence = [](const abi::Op*, size_t) { return int(abi::kRequired); };
   op.output_type = [](const abi::Op*, size_t) { return int(abi::kInt64); };
   return op;

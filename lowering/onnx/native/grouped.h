@@ -27,11 +27,57 @@ inline v8 halves_at(const uint16_t* p) {
   __m128i x;
   std::memcpy(&x, p, sizeof x);
   return (v8)_mm256_cvtph_ps(x);
+#elif defined(__aarch64__)
+  float32x4_t parts[] = {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))),
+                         vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4)))};
+  v8 x;
+  std::memcpy(&x, parts, sizeof x);
+  return x;
 #else
   v8 x;
   for (int i = 0; i < 8; ++i) x[i] = number(p[i]);
   return x;
 #endif
+}
+
+// The nearest half, of two the even one; of what is beyond 65504 that, of what is no finite number none.
+inline uint16_t half(float x) {
+  constexpr float most = 65504.0f;
+  if (x - x != 0) return 0x7e00;
+  x = x > most ? most : x < -most ? -most : x;
+#if defined(__F16C__)
+  return _cvtss_sh(x, 0);
+#endif
+  uint32_t bits, sign, rest;
+  std::memcpy(&bits, &x, sizeof bits);
+  sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+  if (rest < 0x38800000) {  // below 2^-14: whole steps of 2^-24, which an addition rounds to
+    float size;
+    std::memcpy(&size, &rest, sizeof size);
+    size += 0.5f;
+    std::memcpy(&rest, &size, sizeof rest);
+    return sign | (rest - 0x3f000000);
+  }
+  return sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
+}
+
+inline void halve(const float* from, int64_t count, uint16_t* out) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  v8 most = all(65504.0f), least = all(-65504.0f);
+  for (; i + 8 <= count; i += 8) {
+    v8 x = load(from + i), y = x > most ? most : x < least ? least : x;
+    __m128i found = _mm256_cvtps_ph((__m256)(y + x * all(0.0f)), 0);
+    std::memcpy(out + i, &found, sizeof found);
+  }
+#endif
+  for (; i < count; ++i) out[i] = half(from[i]);
+}
+
+inline void widen(const uint16_t* from, int64_t count, float* out) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) store(out + i, halves_at(from + i));
+  for (; i < count; ++i) out[i] = number(from[i]);
 }
 
 // Eight bytes, each in a lane.

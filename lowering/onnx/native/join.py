@@ -17,24 +17,27 @@ from accel.lowering.onnx.writer.builder import MICROSOFT, Builder, reads, same_s
 
 # the numbers that native/linear.cc gives to them
 GATES = {("QuickGelu", ""): 1, ("Gelu", "none"): 2, ("Gelu", "tanh"): 3}
-_OPERANDS = {"Attention": 18, "AttentionInt8": 22}  # of both, in native/attention.cc
+_OPERANDS = {"Attention": 18, "AttentionInt8": 22, "AttentionFloat16": 18}  # in native/attention.cc
 # attention -> what writes the slots that it reads
 _PLACES = {
     "Attention": "Place", "AttentionInt8": "PlaceInt8", "AttentionGroups": "Place",
-    "DrawnAttention": "Place", "DrawnAttentionInt8": "PlaceInt8",
+    "AttentionFloat16": "PlaceFloat16", "DrawnAttention": "Place", "DrawnAttentionInt8": "PlaceInt8",
+    "DrawnAttentionFloat16": "PlaceFloat16",
 }  # fmt: skip
 # attention -> the same that also says what each slot draws, with three more operands
-DRAWN = {"Attention": "DrawnAttention", "AttentionInt8": "DrawnAttentionInt8"}
+DRAWN = {
+    "Attention": "DrawnAttention", "AttentionInt8": "DrawnAttentionInt8",
+    "AttentionFloat16": "DrawnAttentionFloat16",
+}  # fmt: skip
+# what makes the codes that a step writes -> their type
+_ENCODERS = {"Encode": torch.int8, "EncodeFloat16": torch.float16}
+_DECODERS = ("Decode", "DecodeFloat16", "DecodeGroups", "LookUp")
 
 
 def join(b: Builder, outputs: Collection[str]) -> None:
     """Let Linear take in offsets, norms, gates and sums, and Attention the layout of its rows and codes."""
     read = {value for node in b.nodes for value in reads(node)}.union(outputs)
-    b.nodes = [
-        n
-        for n in b.nodes
-        if n.op_type not in ("Decode", "DecodeGroups", "LookUp") or read.intersection(n.output)
-    ]
+    b.nodes = [n for n in b.nodes if n.op_type not in _DECODERS or read.intersection(n.output)]
     for rewrite in (_offsets, _norms, _gates, _sums, _draws, _places):
         rewrite(_Graph(b, outputs))
 
@@ -272,8 +275,8 @@ def _asked(g: _Graph, attention: onnx.NodeProto) -> list[onnx.NodeProto]:
 
 @dataclass
 class _Cache:
-    """The nodes that write what an attention reads (keys, values, the scales of both where they are codes),
-    those that make codes, and the keys and values before that.
+    """The nodes that write what an attention reads (keys, values, the scales of both where they are int8),
+    those that make codes or halves, and the keys and values before that.
     """
 
     writes: list[onnx.NodeProto]
@@ -289,13 +292,14 @@ def _cache(g: _Graph, attention: onnx.NodeProto) -> _Cache | None:
     writes = [n for n in (g.maker(i, "TensorScatter") for i in read) if n is not None]
     if len(writes) != len(read):
         return None
-    if len(read) == 2:
+    makers = [g.maker(w.input[1], op, DOMAIN) for w in writes[:2] for op in _ENCODERS]
+    codes = [n for n in makers if n is not None]
+    if not codes and not coded:
         return _Cache(writes, [], writes[0].input[1], writes[1].input[1])
-    codes = [
-        n for n in (g.maker(w.input[1], "Encode", DOMAIN) for w in writes[:2]) if n is not None
+    made = [
+        output for outputs in zip(*(n.output for n in codes), strict=True) for output in outputs
     ]
-    made = [n.output[i] for i in (0, 1) for n in codes]
-    if [w.input[1] for w in writes] != made:
+    if [w.input[1] for w in writes] != made or codes[0].op_type != codes[1].op_type:
         return None
     return _Cache(writes, codes, codes[0].input[0], codes[1].input[0])
 
@@ -337,7 +341,7 @@ def _cached(g: _Graph, split: onnx.NodeProto, cache: _Cache) -> bool:
     buffers = [n.input[0] for n in cache.writes]
     shapes = [g.b.shape(name) for name in buffers]
     along = [attributes(n).get("axis") == 2 and len(n.attribute) == 1 for n in cache.writes]
-    dtype = torch.int8 if cache.codes else torch.float32
+    dtype = _ENCODERS[cache.codes[0].op_type] if cache.codes else torch.float32
     return (
         attributes(split).get("axis", 0) == 1
         and len(sizes) == 3

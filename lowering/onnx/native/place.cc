@@ -1,6 +1,6 @@
 // accel::Place: what lies between a layer's packed product and its attention. Queries, keys and values are
 // taken apart, queries and keys normed (where the model does that) and turned by their positions, and keys
-// and values written into their slots. PlaceInt8 writes codes and scales (coded.h).
+// and values written into their slots. PlaceInt8 writes codes and scales (coded.h), PlaceFloat16 halves.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,6 +12,11 @@
 
 namespace {
 
+enum Form { kFloats, kInt8, kHalves };  // of what is written
+constexpr const char* kNames[] = {"Place", "PlaceInt8", "PlaceFloat16"};
+constexpr abi::Type kTypes[] = {abi::kFloat, abi::kInt8, abi::kHalf};
+constexpr size_t kSizes[] = {4, 1, 2};
+
 struct Settings {
   int64_t heads, interleaved, turned;  // turned: the part of a head that rotates; 0: all of it
   float q_epsilon, k_epsilon;
@@ -22,6 +27,7 @@ struct Call {
   abi::Tensor x, cos, sin, positions, slots, k, v, k_scale, v_scale, q_norm, k_norm;
   void *q_out, *k_out, *v_out, *k_scale_out, *v_scale_out;
   int64_t B, T, H, G, C, D, W, half;
+  Form form;
 };
 
 // One head: normed where there is a weight, then turned -> out.
@@ -57,6 +63,8 @@ void work(const Call& c, int64_t token) {
   auto write = [&](const float* from, int64_t width, int64_t row, void* to, void* scales) {
     if (scales)
       static_cast<float*>(scales)[row] = coded::encode(from, width, static_cast<int8_t*>(to) + row * width);
+    else if (c.form == kHalves)
+      grouped::halve(from, width, static_cast<uint16_t*>(to) + row * width);
     else
       std::copy(from, from + width, static_cast<float*>(to) + row * width);
   };
@@ -88,7 +96,9 @@ const char* unfit(const Call& c) {
   return nullptr;
 }
 
-abi::Status* prepare(const Kernel& kernel, abi::Context* context, bool coded, Call& c) {
+abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Call& c) {
+  bool coded = form == kInt8;
+  c.form = form;
   const abi::Api& api = kernel.api;
   abi::Tensor* plain[] = {&c.x, &c.slots, &c.k, &c.v, &c.cos, &c.sin, &c.positions, &c.q_norm, &c.k_norm};
   abi::Tensor* scales[] = {&c.k_scale, &c.v_scale};
@@ -117,11 +127,11 @@ void keep(const abi::Tensor& before, size_t size, void* now) {
   if (before.data && now != before.data) std::memcpy(now, before.data, before.count() * size);
 }
 
-template <bool kCoded>
+template <Form kForm>
 abi::Status* run(const Kernel& self, abi::Context* context) {
   Call c = {};
-  if (abi::Status* s = prepare(self, context, kCoded, c)) return s;
-  keep(c.k, kCoded ? 1 : 4, c.k_out), keep(c.v, kCoded ? 1 : 4, c.v_out);
+  if (abi::Status* s = prepare(self, context, kForm, c)) return s;
+  keep(c.k, kSizes[kForm], c.k_out), keep(c.v, kSizes[kForm], c.v_out);
   keep(c.k_scale, 4, c.k_scale_out), keep(c.v_scale, 4, c.v_scale_out);
   if (c.B * c.T >= 8) return abi::parallel<work>(self.api, context, c.B * c.T, c);
   for (int64_t i = 0; i < c.B * c.T; ++i) work(c, i);
@@ -136,22 +146,23 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
     {"k_epsilon", nullptr, &Settings::k_epsilon},
 };
 
-template <bool kCoded>
+template <Form kForm>
 abi::Op op() {
-  constexpr size_t more = kCoded ? 2 : 0;  // scales, which come first
-  abi::Op op = abi::op_of<Settings, kAttributes, run<kCoded>>();
-  op.name = [](const abi::Op*) { return kCoded ? "PlaceInt8" : "Place"; };
+  constexpr size_t more = kForm == kInt8 ? 2 : 0;  // scales, which come first
+  abi::Op op = abi::op_of<Settings, kAttributes, run<kForm>>();
+  op.name = [](const abi::Op*) { return kNames[kForm]; };
   op.input_count = [](const abi::Op*) { return 9 + more; };
   op.input_type = [](const abi::Op*, size_t i) {
-    bool codes = kCoded && (i == 2 + more || i == 3 + more);
-    return int(codes ? abi::kInt8 : i == 1 + more || i == 6 + more ? abi::kInt64 : abi::kFloat);
+    bool held = i == 2 + more || i == 3 + more;
+    return int(held ? kTypes[kForm] : i == 1 + more || i == 6 + more ? abi::kInt64 : abi::kFloat);
   };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 3 + more ? abi::kOptional : abi::kRequired); };
   op.output_count = [](const abi::Op*) { return 3 + more; };
-  op.output_type = [](const abi::Op*, size_t i) { return int(kCoded && (i == 1 || i == 2) ? abi::kInt8 : abi::kFloat); };
+  op.output_type = [](const abi::Op*, size_t i) { return int(i == 1 || i == 2 ? kTypes[kForm] : abi::kFloat); };
   return op;
 }
 
 }  // namespace
 
-abi::Op place_op(bool coded) { return coded ? op<true>() : op<false>(); }
+abi::Op place_op(bool coded) { return coded ? op<kInt8>() : op<kFloats>(); }
+abi::Op place_halves_op() { return op<kHalves>(); }

@@ -67,9 +67,7 @@ void turn(const Call& c, const float* key, int64_t row, float* out) {
 
 void work(const Call& c, int64_t item) {
   int64_t pair = item % c.pairs, from = item / c.pairs * kSome, to = std::min(c.C, from + kSome);
-  bool codes = c.scale.data != nullptr;
-  Rows rows = Rows{codes ? nullptr : c.keys.as<float>(), codes ? c.keys.as<int8_t>() : nullptr, c.scale.as<float>(), c.D}
-                  .at(pair * c.C);
+  Rows rows = coded::rows_of(c.keys, c.scale).at(pair * c.C);
   const int64_t* at = c.at.data ? c.at.as<int64_t>() + pair / c.G * c.C : nullptr;
   const float* q = c.q.as<float>() + pair * c.M * c.D;
   float* out = c.out + pair * c.M * c.C;
@@ -107,7 +105,8 @@ bool fits(const Call& c, bool coded) {
   bool turned = c.at.rank == 2 && c.at.size[0] == q.size[0] && c.at.size[1] == c.C && c.cos.rank == 2 &&
                 c.sin.rank == 2 && c.cos.count() == c.sin.count() && c.cos.size[0] == c.sin.size[0] && c.cos.size[0] > 0 &&
                 2 * c.half <= c.D;
-  return q.rank == 4 && k.rank == 4 && k.size[0] == q.size[0] && k.size[1] == q.size[1] && k.size[3] == c.D &&
+  bool read = coded || k.type == abi::kFloat || k.type == abi::kHalf;
+  return read && q.rank == 4 && k.rank == 4 && k.size[0] == q.size[0] && k.size[1] == q.size[1] && k.size[3] == c.D &&
          (turned || !c.at.rank) && (!coded || (c.scale.rank && c.scale.count() == c.pairs * c.C));
 }
 
@@ -139,7 +138,7 @@ abi::Op op() {
   op.name = [](const abi::Op*) { return kCoded ? "KeyProductsInt8" : "KeyProducts"; };
   op.input_count = [](const abi::Op*) { return size_t(kCoded ? 6 : 5); };
   op.input_type = [](const abi::Op*, size_t i) {
-    return int(i == 2 ? abi::kInt64 : kCoded && i == 1 ? abi::kInt8 : abi::kFloat);
+    return int(i == 2 ? abi::kInt64 : i != 1 ? abi::kFloat : kCoded ? abi::kInt8 : abi::kAny);
   };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 1 ? abi::kOptional : abi::kRequired); };
   return op;

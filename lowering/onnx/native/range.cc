@@ -53,10 +53,9 @@ void work(const Call& c, int64_t item) {
   int64_t pair = item / c.count, start = c.slots.as<int64_t>()[pair / c.G];
   int64_t page = start / c.set.page + item % c.count, slot = page * c.set.page, end = slot + c.set.page;
   if (end > std::min(start + c.q_pos.size[1], c.C)) return;  // it is not full
-  bool coded = c.scale.data != nullptr;
-  coded::Rows keys = {coded ? nullptr : c.keys.as<float>(), coded ? c.keys.as<int8_t>() : nullptr, c.scale.as<float>(), c.D};
+  coded::Rows keys = coded::rows_of(c.keys, c.scale);
   thread_local std::vector<float> room;
-  room.resize(coded ? c.set.page * c.D : 0);
+  room.resize(keys.floats ? 0 : c.set.page * c.D);
   const float* rows = keys.at(pair * c.C + slot).read(c.set.page, room.data());
   range(rows, c.set.page, c.D, c.high_out + (pair * c.N + page) * c.D, c.low_out + (pair * c.N + page) * c.D);
 }
@@ -68,6 +67,7 @@ const char* unfit(const Call& c) {
   for (const abi::Tensor* x : {&c.high, &c.low})
     pages = pages && x->rank == 4 && x->size[0] == c.B && x->size[1] == c.G && x->size[2] == c.N && x->size[3] == c.D;
   bool call = c.keys.rank == 4 && c.q_pos.rank == 2 && c.q_pos.size[0] == c.B && c.slots.rank == 1 && c.slots.size[0] == c.B;
+  if (!c.scale.data && c.keys.type != abi::kFloat && c.keys.type != abi::kHalf) return "PageRange: keys are floats or halves";
   if (!pages || !call || (c.scale.data && c.scale.count() != c.B * c.G * c.C))
     return "PageRange: the sizes of the pages and the keys do not fit";
   for (int64_t b = 0; b < c.B; ++b)
@@ -110,7 +110,7 @@ abi::Op op() {
   op.name = [](const abi::Op*) { return kCoded ? "PageRangeInt8" : "PageRange"; };
   op.input_count = [](const abi::Op*) { return size_t(kCoded ? 6 : 5); };
   op.input_type = [](const abi::Op*, size_t i) {
-    return int(i == 3 || i == 4 ? abi::kInt64 : kCoded && i == 2 ? abi::kInt8 : abi::kFloat);
+    return int(i == 3 || i == 4 ? abi::kInt64 : i != 2 ? abi::kFloat : kCoded ? abi::kInt8 : abi::kAny);
   };
   op.input_presence = [](const abi::Op*, size_t) { return int(abi::kRequired); };
   op.output_count = [](const abi::Op*) { return size_t(2); };

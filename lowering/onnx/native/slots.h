@@ -17,6 +17,7 @@ struct Range {
   int32_t first, last;  // positions that a query sees, or that lie in some slots (none: kFar, -1)
 
   bool misses(Range other) const { return last < other.first || first > other.last; }
+  bool operator==(const Range& other) const { return first == other.first && last == other.last; }
   bool within(Range other) const { return first >= other.first && last <= other.last; }
   void add(Range other) {
     first = std::min(first, other.first);

@@ -21,7 +21,9 @@ static inline v8 load(const float* p) {
 // The same, into a register: compilers may else read memory anew for each use.
 static inline v8 held(const float* p) {
   v8 x = load(p);
-#if defined(__AVX2__)
+#if defined(__AVX512VL__)
+  asm("" : "+v"(x));  // any of 32
+#elif defined(__AVX2__)
   asm("" : "+x"(x));
 #endif
   return x;
@@ -41,6 +43,12 @@ static inline float widened_one(const uint16_t* p) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
+}
+// Ask for memory before it is needed, into the second cache, for the first one is small. The empty asm is there because
+// compilers take a function that does nothing else for one without effect, and drop its calls.
+static inline void soon(const void* p) {
+  asm volatile("" : : "r"(p));
+  __builtin_prefetch(p, 0, 2);
 }
 static inline void store(float* p, v8 x) { std::memcpy(p, &x, sizeof x); }
 static inline v8 all(float x) { return v8{x, x, x, x, x, x, x, x}; }

@@ -30,6 +30,20 @@ def decode_rows(b: Builder, q: str, scale: str) -> str:
     return str(b.node("Mul", numbers, b.node("Unsqueeze", scale, b.ints(-1))))
 
 
+@lower(codec.encode_halves.default)
+def encode_halves(b: Builder, x: str) -> str:
+    ends = (b.constant(end, torch.float32) for end in (-codec.MOST_HALF, codec.MOST_HALF))
+    broken = b.node("Mul", x, b.constant(0.0, torch.float32))
+    return str(
+        b.node("Cast", b.node("Add", b.node("Clip", x, *ends), broken), to=DTYPES[torch.float16])
+    )
+
+
+@lower(codec.decode_halves.default)
+def decode_halves(b: Builder, q: str) -> str:
+    return str(b.node("Cast", q, to=DTYPES[torch.float32]))
+
+
 @lower(codec.look_up_rows.default)
 def look_up_rows(b: Builder, q: str, table: str, scale: str | None = None) -> str:
     numbers = b.node("Gather", table, b.node("Cast", q, to=DTYPES[torch.int32]), axis=0)

@@ -27,6 +27,7 @@ _PAGE = 16  # slots that native/attention.cc reads together
 # what decodes slots -> its operands that have slots
 _BY_SLOT: dict[Any, tuple[int, ...]] = {
     codec.decode_rows.default: (0, 1),
+    codec.decode_halves.default: (0,),
     codec.look_up_rows.default: (0, 2),
     groups.group_dequantize.default: (0, 1, 2, 8),
 }
@@ -215,13 +216,21 @@ def _common(b: Builder, x: attention.Operands[str], partial: bool) -> dict[str, 
 def _plain(
     b: Builder, x: attention.Operands[str], table: str | None, partial: bool
 ) -> tuple[str, list[str | None], dict[str, Any]]:
-    """Operator, operands and settings of attention over floats, or over int8 codes where all are."""
+    """Operator, operands and settings of attention over floats, or over int8 codes or halves where all are."""
     held = [name for name in (x.k, x.v, x.kept_k, x.kept_v) if name]
     codes = {name: found for name in held if (found := _codes(b, name))}
     coded = len(codes) == len(set(held))
     looked = {name: made for name in held if (made := _made(b, name, "LookUp"))}
     if len(looked) == len(set(held)):
         return "AttentionTable", _looked_up(x, table, looked), _common(b, x, partial)
+    halves = {name: made.input[0] for name in held if (made := _made(b, name, "DecodeFloat16"))}
+    if len(halves) == len(set(held)):
+        k, v, kept_k, kept_v = (
+            halves.get(n) if n else None for n in (x.k, x.v, x.kept_k, x.kept_v)
+        )
+        new = [x.q, k, v, x.q_pos, x.k_pos, x.bias, x.sink]
+        read = [*new, kept_k, kept_v, x.kept_pos, x.pages, *_last(x, table)]
+        return "AttentionFloat16", read, _common(b, x, partial)
     given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, x.kept_k, x.kept_v)
     read = [codes[name][0] if coded and name in codes else name for name in given]
     scales: list[str | None] = [codes[n][1] for n in held if coded]
@@ -317,12 +326,18 @@ def _codes(b: Builder, value: str) -> list[str]:
     return [] if made is None else list(made.input)
 
 
+def _as_stored(b: Builder, value: str) -> list[str]:
+    """What a value was decoded from: codes and scales, or halves; else itself."""
+    halves = _made(b, value, "DecodeFloat16")
+    return [halves.input[0]] if halves is not None else _codes(b, value) or [value]
+
+
 @lower(choice.page_range.default)
 def page_range(
     b: Builder, high: str, low: str, keys: str, q_pos: str, slots: str, page: int
 ) -> Any:
     """Only the pages that a call wrote to, in place."""
-    read, *scales = _codes(b, keys) or [keys]
+    read, *scales = _as_stored(b, keys)
     operands = (high, low, read, q_pos, slots, *scales)
     return b.node(
         "PageRangeInt8" if scales else "PageRange", *operands, domain=DOMAIN, outputs=2, page=page
@@ -334,7 +349,7 @@ def fetch_pages(b: Builder, listed: str, buffer: str, page: int) -> Any:
     """Of numbers as they are, and of int8 codes."""
     if b.dtype(buffer) != torch.float32 or _made(b, buffer, "DecodeGroups"):
         return NotImplemented
-    held, *scales = _codes(b, buffer) or [buffer]
+    held, *scales = _as_stored(b, buffer)
     op = "FetchPagesInt8" if scales else "FetchPages"
     return b.node(op, listed, held, domain=DOMAIN, page=page)
 
@@ -375,7 +390,7 @@ def key_products(
     """Keys are turned as they are read; codes are read as they lie."""
     if any(b.dtype(x) != torch.float32 for x in (q, keys)):
         return NotImplemented
-    read, *scales = _codes(b, keys) or [keys]
+    read, *scales = _as_stored(b, keys)
     op = "KeyProductsInt8" if scales else "KeyProducts"
     return b.node(op, q, read, at, cos, sin, *scales, domain=DOMAIN, interleaved=int(interleaved))
 
@@ -398,6 +413,8 @@ def units_seen(b: Builder, label: str, seen: str, count: Any) -> Any:
 @lower(pages.kv_pages.default)
 def kv_pages(b: Builder, buffer: str, first: str, count: Any, page: int) -> Any:
     """Of codes, only those of the pages are decoded."""
+    if halves := _made(b, buffer, "DecodeFloat16"):
+        return decode_halves(b, portable_pages(b, halves.input[0], first, count, page))
     codes = _codes(b, buffer)
     if not codes:
         return NotImplemented
@@ -413,6 +430,17 @@ def encode_rows(b: Builder, x: str) -> Any:
 def decode_rows(b: Builder, q: str, scale: str) -> Any:
     """Only for who needs the numbers: attention reads the codes."""
     return b.node("Decode", q, scale, domain=DOMAIN)
+
+
+@lower(codec.encode_halves.default)
+def encode_halves(b: Builder, x: str) -> Any:
+    return b.node("EncodeFloat16", x, domain=DOMAIN)
+
+
+@lower(codec.decode_halves.default)
+def decode_halves(b: Builder, q: str) -> Any:
+    """Only for who needs the numbers, as above."""
+    return b.node("DecodeFloat16", q, domain=DOMAIN)
 
 
 @lower(codec.look_up_rows.default)

@@ -420,8 +420,10 @@ def _kept(x: Any) -> tuple[Any, ...]:
 
 
 def _stored(k: fx.Node, v: fx.Node, pos: fx.Node | None) -> tuple[Any, ...]:
-    """Keys, values, positions and scales: what is stored in 8 bits is read as it lies."""
-    decode = codec.decode_rows.default
+    """Keys, values, positions and scales: what is stored in 8 bits, or as halves, is read as it lies."""
+    decode, widen = codec.decode_rows.default, codec.decode_halves.default
+    if k.target is widen and v.target is widen:
+        return k.args[0], v.args[0], pos, None
     if k.target is decode and v.target is decode:
         return k.args[0], v.args[0], pos, (k.args[1], v.args[1])
     return k, v, pos, None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from accel.ir.ops.codec import decode_rows, decode_static, look_up_rows
+from accel.ir.ops.codec import decode_halves, decode_rows, decode_static, look_up_rows
 from accel.ir.ops.groups import group_dequantize
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.patched import add_product, put_numbers, spread_rows
@@ -19,6 +19,7 @@ from accel.passes.kv.codec._layer import Layer
 READ = frozenset(
     {
         decode_rows.default,
+        decode_halves.default,
         look_up_rows.default,
         group_dequantize.default,
         decode_static.default,

@@ -170,6 +170,7 @@ def _kind(node_arg: Any) -> np.dtype[Any]:
     """The dtype of an input that is no position."""
     kinds = {
         "tensor(int8)": "int8", "tensor(uint8)": "uint8", "tensor(bool)": "bool", "tensor(int64)": "int64",
+        "tensor(float16)": "float16",
     }  # fmt: skip
     return np.dtype(kinds.get(node_arg.type, "float32"))
 
@@ -183,7 +184,7 @@ def _binding(session: Any, tokens: int, context: int, last: int) -> Any:
     for node_arg in session.get_inputs():
         sizes = _sizes(node_arg.shape, tokens, context)
         array: npt.NDArray[Any] = np.full(
-            sizes, 0.1 if _kind(node_arg) == np.float32 else 1, _kind(node_arg)
+            sizes, 0.1 if _kind(node_arg).kind == "f" else 1, _kind(node_arg)
         )
         if node_arg.name == "positions":
             array = np.maximum(np.arange(last - tokens, last), -1)[None]
