@@ -70,34 +70,21 @@ inline i8 multiply(const uint8_t* weight, const Group<8>& x) {
 
 #endif
 
-// How blocks lie among groups: one in one, several in one, or one over several.
-enum Spread { kOne, kSeveral, kOver };
-
-// What belongs to the blocks, spread over the eight sums of a group.
-template <int bits, Spread spread>
-struct Lanes {
-  i8 index = {};
-  int64_t shift = 0, each;  // blocks of a group, where there are several; else 2^shift groups have one
-
-  explicit Lanes(int64_t block) : each(std::max<int64_t>(1, Group<bits>::kSize / block)) {
-    for (int lane = 0; lane < 8; ++lane) index[lane] = int32_t(lane * each / 8);
-    while ((Group<bits>::kSize << shift) < block) ++shift;
-  }
-
-  // by_block: readable for eight numbers beyond the group's first
-  v8 at(const float* by_block, int64_t group) const {
-    if (spread == kOne) return all(by_block[group]);
-    if (spread == kOver) return all(by_block[group >> shift]);
-    v8 x = load(by_block + group * each);
+// Of eight blocks' numbers those of the group at a place among theirs, for each of its eight sums. EACH: blocks of a
+// group; 0 as 1.
+template <int EACH>
+inline v8 spread(v8 x, int place) {
+  constexpr int each = EACH ? EACH : 1;
+  i8 index;
+  for (int lane = 0; lane < 8; ++lane) index[lane] = place * each + lane * each / 8;
 #if defined(__AVX2__)
-    return (v8)_mm256_permutevar8x32_ps((__m256)x, (__m256i)index);
+  return (v8)_mm256_permutevar8x32_ps((__m256)x, (__m256i)index);
 #else
-    v8 out;
-    for (int lane = 0; lane < 8; ++lane) out[lane] = x[index[lane]];
-    return out;
+  v8 out;
+  for (int lane = 0; lane < 8; ++lane) out[lane] = x[index[lane]];
+  return out;
 #endif
-  }
-};
+}
 
 inline v8 whole(v8 x) { return x + all(12582912.0f) - all(12582912.0f); }  // 1.5 * 2^23 leaves no fraction
 

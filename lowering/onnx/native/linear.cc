@@ -129,23 +129,19 @@ int64_t block_of(const Call& c, int64_t g) {
 // What a thread needs beside the call: by blocks, and a copy of one of the last weight rows, to read beyond
 // the end of the weight.
 struct Scratch {
-  std::vector<float> scales, zeros, own, offsets;  // [4, padded], [padded], and two rows of a weight's numbers
-  std::vector<uint8_t> last;
-
-  void fit(const Call& c) {
-    scales.resize(4 * c.padded), zeros.resize(c.padded);
-    own.resize(steps::Numbers::room(c.blocks)), offsets.resize(steps::Numbers::room(c.blocks));
-  }
+  std::vector<float> zeros;  // [padded]
+  std::vector<uint8_t> last, last_scales, last_offsets;
 };
 
 struct Weight {
   const uint8_t* codes;
-  const float *scales, *zeros, *offsets;
+  steps::Row scale, offset;
+  const float* zeros;
 };
 
 inline Weight weight_of(const Call& c, Scratch& s, int64_t n) {
-  Weight w = {c.q.as<uint8_t>() + n * c.bytes, c.scale.floats(n, 0, c.blocks, s.own.data()), s.zeros.data(), nullptr};
-  if (c.offsets.data) w.offsets = c.offset.floats(n, 0, c.blocks, s.offsets.data());
+  Weight w = {c.q.as<uint8_t>() + n * c.bytes, c.scale.row(n, s.last_scales), c.offset.row(n, s.last_offsets),
+              s.zeros.data()};
   if (c.zeros.data) {
     const uint8_t* packed = c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2);
     for (int64_t b = 0; b < c.blocks; ++b) s.zeros[b] = float(packed[b / 2] >> b % 2 * 4 & 15);
@@ -157,53 +153,62 @@ inline Weight weight_of(const Call& c, Scratch& s, int64_t n) {
   return w;
 }
 
-// The sums of one weight row with N input rows. What zero points add, less what offsets do, is taken off at the end.
-template <int N, int bits, codes::Spread spread>
-inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>& lanes, int64_t row, int64_t n,
-                     v8* out) {
-  Weight w = weight_of(c, s, n);
+// The sums of one weight row with N input rows, eight blocks after eight. What zero points add, less what offsets do, is
+// taken off at the end. EACH: blocks of a group; 0: a block of several groups.
+template <int N, int bits, int EACH>
+inline void row_sums(const Call& c, Scratch& s, int64_t row, int64_t n, v8* out) {
+  const Weight w = weight_of(c, s, n);
   const codes::Group<bits>* x[N];
-  float* scales[N];
-  v8 less[N], total[N][2];
-  const bool low = bits == 4 || w.offsets;
+  v8 less[N], total[N][2], scales[N];
   for (int i = 0; i < N; ++i) {
-    const int64_t at = (row + i) * c.padded;
-    const float *steps = c.steps.data() + at, *totals = c.totals.data() + at, *sums = c.sums.data() + at;
     x[i] = c.input<bits>(row + i);
-    scales[i] = s.scales.data() + i * c.padded;
     less[i] = total[i][0] = total[i][1] = all(0.0f);
-    for (int64_t b = 0; b < c.blocks; b += 8) {
-      v8 scale = load(w.scales + b);
-      store(scales[i] + b, scale * load(steps + b));
-      if (low) less[i] = fused(c.zeros.data ? scale * load(w.zeros + b) : scale, load(totals + b), less[i]);
-      if (w.offsets) less[i] = fused(-load(w.offsets + b), load(sums + b), less[i]);
-    }
   }
-  auto add = [&](int64_t g, int turn) {
+  auto add = [&](int64_t g, int place, int turn) __attribute__((always_inline)) {
     const uint8_t* at = w.codes + g * codes::kBytes;
+    if (N == 1 && turn == 0) __builtin_prefetch(at + kAhead);
     for (int i = 0; i < N; ++i) {
       v8 products = __builtin_convertvector(codes::multiply(at, x[i][g]), v8);
-      total[i][turn] = fused(products, lanes.at(scales[i], g), total[i][turn]);
+      total[i][turn] = fused(products, codes::spread<EACH>(scales[i], place), total[i][turn]);
     }
   };
-  int64_t g = 0;
-  for (; g + 2 <= c.groups; g += 2) {
-    if (N == 1) __builtin_prefetch(w.codes + g * codes::kBytes + kAhead);
-    add(g, 0), add(g + 1, 1);
+  for (int64_t b = 0; b < c.blocks; b += 8) {
+    const v8 scale = w.scale.at(b);
+    for (int i = 0; i < N; ++i) {
+      const int64_t at = (row + i) * c.padded + b;
+      scales[i] = scale * load(c.steps.data() + at);
+      if (bits == 4 || c.offsets.data)
+        less[i] = fused(c.zeros.data ? scale * load(w.zeros + b) : scale, load(c.totals.data() + at), less[i]);
+    }
+    if (c.offsets.data) {
+      const v8 offset = -w.offset.at(b);
+      for (int i = 0; i < N; ++i) less[i] = fused(offset, load(c.sums.data() + (row + i) * c.padded + b), less[i]);
+    }
+    if constexpr (EACH > 0) {
+      constexpr int many = 8 / EACH;
+      const int64_t first = b / EACH, left = c.groups - first;
+      if (left >= many) {
+#pragma GCC unroll 8
+        for (int g = 0; g < many; ++g) add(first + g, g, g % 2);
+      } else {
+        for (int g = 0; g < left; ++g) add(first + g, g, g % 2);
+      }
+    } else {
+      const int64_t first = b << c.shift, end = std::min(first + (int64_t(8) << c.shift), c.groups);
+      for (int64_t g = first; g < end; ++g) add(g, int((g - first) >> c.shift), g % 2);
+    }
   }
-  if (g < c.groups) add(g, 0);
   for (int i = 0; i < N; ++i) out[i] = total[i][0] + total[i][1] - less[i];
 }
 
 // N input rows times `count` weight rows from `first` -> out[i * kTile + j].
-template <int N, int bits, codes::Spread spread>
+template <int N, int bits, int EACH>
 void products(const Call& c, Scratch& s, int64_t row, int64_t first, int64_t count, float* out) {
   constexpr int64_t M = 4 / N;  // weight rows whose sums are added up together
-  const codes::Lanes<bits, spread> lanes(c.set.block);
   for (int64_t j = 0; j < count; j += M) {
     v8 total[4];
     for (int64_t m = 0; m < M; ++m)
-      row_sums<N, bits, spread>(c, s, lanes, row, first + std::min(j + m, count - 1), total + m * N);
+      row_sums<N, bits, EACH>(c, s, row, first + std::min(j + m, count - 1), total + m * N);
     v4 four = sums(total[0], total[1], total[2], total[3]);
     for (int64_t m = 0; m < M; ++m)
       for (int64_t i = 0; i < N; ++i) out[i * kTile + j + m] = four[m * N + i];
@@ -223,9 +228,9 @@ typedef void (*Products)(const Call&, Scratch&, int64_t, int64_t, int64_t, float
 
 template <int N, int bits>
 Products products_of(const Call& c) {
-  int64_t size = codes::Group<bits>::kSize;
-  if (c.set.block == size) return products<N, bits, codes::kOne>;
-  return c.set.block < size ? products<N, bits, codes::kSeveral> : products<N, bits, codes::kOver>;
+  const int64_t each = codes::Group<bits>::kSize / c.set.block;
+  if (each == 4) return products<N, bits, 4>;
+  return each == 2 ? products<N, bits, 2> : each == 1 ? products<N, bits, 1> : products<N, bits, 0>;
 }
 
 #if defined(__AVX2__)
@@ -367,7 +372,7 @@ void work(const Call& c, int64_t item) {
   if (c.turned) return c.set.bits == 8 ? work_turned<8>(c, item) : work_turned<4>(c, item);
 #endif
   thread_local Scratch scratch;
-  scratch.fit(c);
+  scratch.zeros.resize(c.padded);
   Products run = c.set.bits == 4 ? products_of<1, 4>(c) : products_of<1, 8>(c);
   Products two = run, four = run;
   if constexpr (kFew > 1) {

@@ -3,43 +3,14 @@
 #pragma once
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "abi.h"
-#include "vector.h"
+#include "grouped.h"
 
 namespace steps {
 
 enum Kind { kNone, kFloat, kBFloat16, kFloat16, kUnsigned, kSigned };  // the last two: the fine numbers of two levels
-
-// Eight float16.
-inline v8 of_float16(const uint16_t* p) {
-#if defined(__F16C__)
-  __m128i x;
-  std::memcpy(&x, p, sizeof x);
-  return (v8)_mm256_cvtph_ps(x);
-#elif defined(__aarch64__)
-  typedef __fp16 h8 __attribute__((vector_size(16)));
-  h8 x;
-  std::memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(x, v8);
-#else
-  v8 out;
-  for (int i = 0; i < 8; ++i) {
-    uint32_t sign = uint32_t(p[i] & 0x8000) << 16, low = p[i] & 0x7fff, bits;
-    if (low >= 0x7c00) {
-      bits = 0x7f800000 | (low & 0x3ff) << 13;
-    } else if (low >= 0x400) {
-      bits = (low << 13) + (112u << 23);
-    } else {  // no exponent of its own: so many of the smallest step
-      float small = float(low) * 5.9604644775390625e-8f;
-      std::memcpy(&bits, &small, sizeof bits);
-    }
-    bits |= sign;
-    std::memcpy(&out[i], &bits, sizeof bits);
-  }
-  return out;
-#endif
-}
 
 // Eight whole numbers of a byte.
 template <typename byte>
@@ -54,6 +25,33 @@ inline v8 of_bytes(const uint8_t* p) {
   return __builtin_convertvector(__builtin_convertvector(x, i8), v8);
 #endif
 }
+
+inline v8 every_half(const uint16_t* p) {
+#if defined(__AVX2__) && defined(__F16C__)
+  return (v8)_mm256_cvtph_ps(_mm_set1_epi16(int16_t(*p)));
+#else
+  return all(grouped::number(*p));
+#endif
+}
+
+// The numbers of a row, eight from any place that is a multiple of eight.
+struct Row {
+  Kind kind;
+  const uint8_t *coarse, *fine;
+  int64_t shift;
+
+  v8 at(int64_t b) const {
+    const uint16_t* half = reinterpret_cast<const uint16_t*>(coarse);
+    switch (kind) {
+      case kFloat: return load(reinterpret_cast<const float*>(coarse) + b);
+      case kBFloat16: return widened(half + b);
+      case kFloat16: return grouped::halves_at(half + b);
+      case kUnsigned: return every_half(half + (b >> shift)) * of_bytes<uint8_t>(fine + b);
+      case kSigned: return every_half(half + (b >> shift)) * of_bytes<int8_t>(fine + b);
+      default: return v8{};
+    }
+  }
+};
 
 // Rows of numbers.
 struct Numbers {
@@ -77,6 +75,18 @@ struct Numbers {
     return few << shift == blocks && shift >= 3;
   }
 
+  // Row n; the last ones, which are read beyond their end, out of `room`, as long as they are read.
+  Row row(int64_t n, std::vector<uint8_t>& room) const {
+    if (kind == kNone) return {};
+    const int64_t size = kind == kFloat ? 4 : 2, bytes = few * size;
+    Row found = {kind, coarse + n * bytes, fine ? fine + n * blocks : nullptr, shift};
+    if (fine || n * blocks + (blocks + 7) / 8 * 8 <= rows * blocks) return found;
+    room.assign(bytes + 8 * size, 0);
+    std::copy_n(found.coarse, bytes, room.begin());
+    found.coarse = room.data();
+    return found;
+  }
+
   // Floats that `floats` needs room for.
   static constexpr int64_t room(int64_t blocks) { return 2 * (blocks + 32); }
 
@@ -92,13 +102,13 @@ struct Numbers {
     } else if (kind == kBFloat16) {
       widen<widened>(half + n * blocks + from, std::min(count, left), to);
     } else if (kind == kFloat16) {
-      widen<of_float16>(half + n * blocks + from, std::min(count, left), to);
+      widen<grouped::halves_at>(half + n * blocks + from, std::min(count, left), to);
     } else {
       end = std::min(end, blocks);
       float* of_several = to + count;
       const int64_t first = from >> shift, several = ((end - 1) >> shift) - first + 1;
       const uint16_t* begin = half + n * few + first;
-      widen<of_float16>(begin, std::min<int64_t>((several + 7) / 8 * 8, (rows - n) * few - first), of_several);
+      widen<grouped::halves_at>(begin, std::min<int64_t>((several + 7) / 8 * 8, (rows - n) * few - first), of_several);
       if (kind == kUnsigned)
         multiply<uint8_t>(of_several, fine + n * blocks, from, end, to);
       else
