@@ -246,6 +246,7 @@ float* table_of(const Call& c, const steps::Numbers& numbers, int64_t first, int
   for (int64_t i = 0; i < kWide; ++i) {
     const int64_t n = std::min(first + i, c.N - 1);
     rows[i] = numbers.floats(n, from, b + padded, strip.apart.data() + i * room) + b - from;
+    numbers.ahead(n + kWide, from, blocks);
   }
   for (int64_t k = 0; k < blocks; k += 8) codes::turn_floats(rows, k, table + k * kWide);
   return table;

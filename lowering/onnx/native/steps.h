@@ -87,6 +87,17 @@ struct Numbers {
     return found;
   }
 
+  // Asks memory for row n from a block on.
+  void ahead(int64_t n, int64_t from, int64_t count) const {
+    const int64_t size = kind == kFloat ? 4 : 2;
+    auto ask = [](const uint8_t* begin, int64_t bytes) {
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(begin + i, 0, 2);
+    };
+    if (!fine) return ask(coarse + (n * blocks + from) * size, count * size);
+    ask(coarse + (n * few + (from >> shift)) * size, (count >> shift) * size + 1);
+    ask(fine + n * blocks + from, count);
+  }
+
   // Floats that `floats` needs room for.
   static constexpr int64_t room(int64_t blocks) { return 2 * (blocks + 32); }
 
