@@ -20,6 +20,7 @@ from accel.ir.facts import Facts
 from accel.ir.fields import BUILD_AGAIN, MANIFEST
 from accel.ir.state import StateValue
 from accel.runtime.artifact.atomic import AtomicOutputDir, user_path
+from accel.runtime.artifact.checked import is_recorded, record, state_of_files
 from accel.runtime.artifact.contract import bind_graphs, check_graphs
 from accel.runtime.artifact.graph import read_graph, read_small
 from accel.runtime.artifact.manifest import FORMAT, OWN_DRAFT, Entry, File, Manifest, parse
@@ -117,7 +118,8 @@ def open_artifact(
 ) -> Artifact:
     """Read and check an artifact. Raises ArtifactError with what is wrong, where, and what to do.
 
-    `hashes=False` leaves out the checksums: for a folder that this process has just written.
+    `hashes=False` leaves out the checksums: for a folder that this process has just written. Files that have not
+    changed since they were checked are not checked again (`checked.py`).
     `public_key`: path of the key with which it must be signed; nothing is parsed before. Raises InputError where it
     is no such key.
     """
@@ -138,9 +140,12 @@ def open_artifact(
     try:
         for name, file in manifest.files.items():
             _check_file(folder, name, file)
-        _check_graphs(folder, manifest)
-        if hashes:
-            _check_hashes(folder, manifest)
+        state = state_of_files(folder, [MANIFEST, *manifest.files]) if hashes else ""
+        if not is_recorded(folder, state):
+            _check_graphs(folder, manifest)
+            if hashes:
+                _check_hashes(folder, manifest)
+            record(folder, state)
     except ArtifactError as error:
         raise ArtifactError(f"{folder}: {error}") from error
     return Artifact(folder.resolve(), manifest, signer)
