@@ -74,8 +74,10 @@ def named(model, arch):
         yield own, np.ascontiguousarray(value)
 
 
-def write(model, arch, path, kind="F32", more=(), tensors=(), big=False):
-    """A model's file, its matrices in a type. `more`: (key, value, type) of metadata in place of what it has."""
+def write(model, arch, path, kind="F32", more=(), tensors=(), big=False, others=()):
+    """A model's file, its matrices in a type, or in that of `others`: (part of a name, type). `more`: (key, value,
+    type) of metadata in place of what it has.
+    """
     config, own = model.config, {key: (value, form) for key, value, form in more}
     order = gguf.GGUFEndian.BIG if big else gguf.GGUFEndian.LITTLE
     writer = gguf.GGUFWriter(path, arch, endianess=order)
@@ -105,7 +107,8 @@ def write(model, arch, path, kind="F32", more=(), tensors=(), big=False):
         elif value is not None:
             writer.add_key_value(key, value, form)
     for name, value in [*named(model, arch), *tensors]:
-        one = "F32" if value.ndim == 1 or "ffn_gate_inp" in name else kind
+        mine = next((other for part, other in others if part in name), kind)
+        one = "F32" if value.ndim == 1 or "ffn_gate_inp" in name else mine
         writer.add_tensor(name, rounded(value, one), raw_dtype=Type[one])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -21,9 +21,10 @@ from accel.compiler.load.gguf import _blocks, llama
 from accel.compiler.load.gguf._file import GgufTensor, read_gguf
 from accel.compiler.load.source import Gguf, open_source
 from accel.ir.codes import Coded
-from accel.ir.errors import AccelError, RecipeError
+from accel.ir.errors import AccelError, Miscompiled, RecipeError
 from accel.ir.weights import Pages, reading
 from accel.lowering.onnx import native
+from accel.lowering.onnx.native import join
 
 from .gguf_case import HALVES, SIZE, TOKENS, Type, blocks, bpe, gguf, spm, write
 
@@ -280,6 +281,22 @@ def test_offsets_are_read_by_the_products(kind, model, tmp_path):
         "Shape",
     }
     assert not {"MatMul", "ReduceSum", "RMSNormalization", "Mul"} & set(counts[0])
+
+
+@pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
+def test_values_of_another_type_are_placed_with_keys(model, tmp_path, monkeypatch):
+    """As in files of mixed types. The build compares it with the model. The control: the wrong order is found."""
+    path = write(model, "llama", tmp_path / "m.gguf", "Q4_1", others=[("attn_v", "Q8_0")])
+    layers = model.config.num_hidden_layers
+    with accel.optimize(path, "base", max_context=32) as compiled:
+        file = compiled.artifact.path / "step.native.onnx"
+        found = Counter(n.op_type for n in onnx.load(file, load_external_data=False).graph.node)
+        assert found["Place"] == found["Concat"] == layers and found["Linear"] == 5 * layers + 1
+        assert not {"RotaryEmbedding", "Split"} & set(found)
+    right = join._beside
+    monkeypatch.setattr(join, "_beside", lambda name, *rows: right(name, *reversed(rows)))
+    with pytest.raises(Miscompiled, match=r"step\.native\.onnx"):
+        accel.optimize(path, "base", max_context=32)
 
 
 @pytest.mark.long

@@ -219,7 +219,9 @@ def _draws(g: _Graph) -> None:
 
 
 def _places(g: _Graph) -> None:
-    """Packed product -> heads -> norms and rope -> cache and attention -> rows: Place, then Attention."""
+    """Product of queries, keys and values, in one or values apart -> heads -> norms and rope -> cache and attention ->
+    rows: Place, then Attention.
+    """
     for attention in (n for op in _PLACES for n in g.of(op, DOMAIN)):
         cache = _cache(g, attention)
         back = g.reader(attention.output[0], "Transpose")
@@ -230,22 +232,25 @@ def _places(g: _Graph) -> None:
         q_side, k_side = _side(g, attention.input[0]), _side(g, cache.keys)
         parts = [q_side.start, k_side.start, cache.values]
         split = g.maker(parts[0], "Split")
-        heads = g.only(split.input[0], "Transpose") if split is not None else None
-        packed = g.only(heads.input[0], "Reshape") if heads is not None else None
-        if split is None or heads is None or packed is None or list(split.output) != parts:
+        product = _product(g, split.input[0]) if split is not None else None
+        apart = _product(g, cache.values) if split is not None and len(split.output) == 2 else None
+        if split is None or product is None or list(split.output) != parts[: 2 if apart else 3]:
             continue
         if not (_placed_alike(g, q_side, k_side) and _cached(g, split, cache)):
             continue
-        perms = [attributes(n).get("perm") for n in (heads, back)]
-        if perms != [[0, 2, 1, 3]] * 2 or g.rank(rows.output[0]) != 3:
+        if not _turned(back) or g.rank(rows.output[0]) != 3:
             continue
+        source, more = product.source, []
+        if apart is not None:  # values are another product's: their weight has another form
+            more = [_beside(attention.name, product.source, apart.source)]
+            source = more[0].output[0]
         tables = list(q_side.rope.input[1:]) if q_side.rope is not None else [""] * 3
         turn = attributes(q_side.rope) if q_side.rope is not None else {}
         slots = cache.writes[0].input[2]
         held = [n.input[0] for n in cache.writes]
         place = helper.make_node(
             _PLACES[attention.op_type],
-            [*held[2:], packed.input[0], slots, *held[:2], *tables, q_side.norm, k_side.norm],
+            [*held[2:], source, slots, *held[:2], *tables, q_side.norm, k_side.norm],
             [attention.input[0], *(n.output[0] for n in cache.writes)],
             name=f"{attention.name}.place", domain=DOMAIN, heads=g.ints(split.input[1])[0],
             interleaved=turn.get("interleaved", 0), turned=turn.get("rotary_embedding_dim", 0),
@@ -255,11 +260,40 @@ def _places(g: _Graph) -> None:
             place.input.pop()
         attention.output[0] = rows.output[0]
         _set(attention, packed=1)
-        gone = [*cache.codes, *q_side.nodes, *k_side.nodes, split, heads, packed, back, rows]
+        gone = [*cache.codes, *q_side.nodes, *k_side.nodes, split, *product.nodes, back, rows]
+        gone += apart.nodes if apart is not None else []
         for node in asked:  # Place gives queries by token
             place.output[0] = attention.input[0] = node.output[0]
         first, *others = cache.writes  # before whoever reads the cache beside attention
-        g.replace([*gone, *asked, *others], first, place)
+        g.replace([*gone, *asked, *others], first, *more, place)
+
+
+@dataclass
+class _Product:
+    """Rows [B,T,..] that a product makes, and the nodes that make heads [B,H,T,D] of them."""
+
+    source: str
+    nodes: list[onnx.NodeProto]
+
+
+def _product(g: _Graph, value: str) -> _Product | None:
+    """Of heads that nobody else reads."""
+    heads = g.only(value, "Transpose")
+    rows = g.only(heads.input[0], "Reshape") if heads is not None else None
+    if heads is None or rows is None or not _turned(heads):
+        return None
+    return _Product(rows.input[0], [heads, rows])
+
+
+def _turned(node: onnx.NodeProto) -> bool:
+    """Whether it makes tokens' heads of heads' tokens, or these of those."""
+    return bool(attributes(node).get("perm") == [0, 2, 1, 3])
+
+
+def _beside(name: str, *rows: str) -> onnx.NodeProto:
+    """Rows of several products one beside another."""
+    made = f"{name}.packed"
+    return helper.make_node("Concat", [*rows], [made], name=made, axis=-1)
 
 
 def _asked(g: _Graph, attention: onnx.NodeProto) -> list[onnx.NodeProto]:
@@ -336,7 +370,7 @@ def _placed_alike(g: _Graph, q: _Side, k: _Side) -> bool:
 
 
 def _cached(g: _Graph, split: onnx.NodeProto, cache: _Cache) -> bool:
-    """Whether keys and values go, as they are split, into the slots of a plain cache."""
+    """Whether keys and values go, as they are split or apart, into the slots of a plain cache."""
     sizes = g.ints(split.input[1]) if len(split.input) > 1 else []
     buffers = [n.input[0] for n in cache.writes]
     shapes = [g.b.shape(name) for name in buffers]
@@ -344,13 +378,13 @@ def _cached(g: _Graph, split: onnx.NodeProto, cache: _Cache) -> bool:
     dtype = _ENCODERS[cache.codes[0].op_type] if cache.codes else torch.float32
     return (
         attributes(split).get("axis", 0) == 1
-        and len(sizes) == 3
-        and sizes[1:] == [shapes[0][1], shapes[1][1]]
+        and len(sizes) in (2, 3)
+        and sizes[1:] == [shapes[0][1], shapes[1][1]][: len(sizes) - 1]
         and shapes[0][3] == shapes[1][3]
         and all(along)
         and len({n.input[2] for n in cache.writes}) == 1
         and all(g.b.dtype(name) == dtype for name in buffers[:2])
-        and all(len(g.readers[name]) == 1 for name in (*split.output, *buffers))
+        and all(len(g.readers[name]) == 1 for name in (*split.output, cache.values, *buffers))
     )
 
 
