@@ -1,0 +1,12 @@
+"""Llama 3.1 and 3.2, with JSON."""
+
+from accel.runtime.reply.family import Family
+from accel.runtime.reply.forms.json_object import JsonObject
+
+FAMILY = Family(
+    signs=("<|start_header_id|>", '"parameters": dictionary of argument name and its value'),
+    form=JsonObject(arguments="parameters"),
+    open="<|python_tag|>",
+    between="; ",
+    bare="{",
+)

@@ -1,0 +1,85 @@
+"""What a family of models writes calls and reasoning as: a file for each in `families/` and `reasoning/`.
+
+A chat template shows its family: each declares texts that its templates hold. The file name is the family's name.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from accel.runtime.reply.forms import Form
+
+
+@dataclass(frozen=True)
+class Family:
+    """How calls are written: blocks `open begin call (between call)* end close`.
+
+    Attributes:
+        signs: texts that the chat template holds, all of them; of several families the one with most wins.
+        form: what a call is.
+        open, close: markers. One that is a token of its own in the vocabulary counts as that token only, any other
+            as its text. close "": a block goes on to the next one, or the end.
+        begin, end: text of a block around its calls.
+        between: text between calls of one block; "": a block has one call.
+        apart: text between blocks.
+        bare: what a block without `open` begins with, where the reply begins with it too; "": each has `open`.
+        id_size: characters of a call's id, where templates ask for so many; 0: any.
+    """
+
+    signs: tuple[str, ...]
+    form: Form
+    open: str
+    close: str = ""
+    begin: str = ""
+    end: str = ""
+    between: str = ""
+    apart: str = ""
+    bare: str = ""
+    id_size: int = 0
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How reasoning is written: between two markers, of which the prompt may have written the first."""
+
+    signs: tuple[str, ...]
+    open: str
+    close: str
+
+
+def family_of(template: str) -> Family | None:
+    """The one whose signs a chat template holds."""
+    return _chosen("families", template)
+
+
+def thinking_of(template: str) -> Thinking | None:
+    """The one whose signs a chat template holds."""
+    return _chosen("reasoning", template)
+
+
+def families() -> dict[str, Family]:
+    """All, by name."""
+    return {name: module.FAMILY for name, module in _modules("families").items()}
+
+
+def _chosen(folder: str, template: str) -> Any:
+    found = [
+        one.FAMILY
+        for one in _modules(folder).values()
+        if all(sign in template for sign in one.FAMILY.signs)
+    ]
+    size: Callable[[Any], int] = lambda one: sum(map(len, one.signs))  # noqa: E731
+    return max(found, key=size, default=None)
+
+
+@cache
+def _modules(folder: str) -> dict[str, ModuleType]:
+    package = f"{__package__}.{folder}"
+    names = [m.name for m in pkgutil.iter_modules(import_module(package).__path__)]
+    return {name: import_module(f"{package}.{name}") for name in sorted(names)}
