@@ -189,7 +189,7 @@ class Machine:
                     self._calls += 1
                     self._opener = ""
                     yield ToolCall(self._calls - 1, *self._call)
-                elif not isinstance(step, End):
+                elif not isinstance(step, End) and step.text:
                     yield ToolCall(self._calls - 1, *self._call, step.text)
         except NoCall:
             self._reader, self._first = None, False

@@ -128,7 +128,9 @@ class _Tags(Reader):
                     return
                 value = self._buffer[:end].removesuffix("\n")
                 comma = ", " if self._parameters else ""
-                yield More(f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {self._json(self._key, value)}")
+                yield More(
+                    f"{comma}{json.dumps(self._key, ensure_ascii=False)}: {self._json(self._key, value)}"
+                )
                 self._parameters += 1
                 self._key, self._buffer = None, self._buffer[end + len(_VALUE_END) :]
             elif found := _PARAMETER.match(self._buffer):
