@@ -330,7 +330,7 @@ def form(schema):
 
 
 BAD = [  # fields that are changed, the status, the field that the error names, and words of it
-    ({"model": None}, 400, "model", "valid string"),
+    ({"model": 5}, 400, "model", "valid string"),
     ({"model": "artefact"}, 404, "model", "did you mean 'artifact'"),
     ({"model": "\ud800"}, 404, "model", "known: artifact"),
     ({"prompt": 5.5}, 400, "prompt", "give text, token ids"),

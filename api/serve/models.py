@@ -92,7 +92,7 @@ class Models:
                 raise InputError(f"two artifacts are named {name}; rename the folder of one")
 
     def find(self, name: str | None) -> tuple[Served, str | None]:
-        """A model and the adapter to use; None: the only model. Raises ApiError: 404, or 400 where there are several."""
+        """A model and the adapter to use; None: the only model. Raises ApiError: 404; 400 for None of several."""
         if name is None:
             if len(self.served) == 1:
                 return self.served[0], None

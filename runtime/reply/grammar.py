@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accel.ir.errors import InputError
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.reply.family import Family
-from accel.runtime.reply.forms import Marks, literal
+from accel.runtime.reply.forms import Marks, Tool, literal
 from accel.runtime.reply.machine import Reading
 
+_NOTES = {"$comment", "default", "description", "examples", "title"}
 _ANY = r"/(.|\n)*/"
 
 
@@ -47,6 +49,8 @@ def grammar_of(
 def _calls(reading: Reading, family: Family, marks: Marks, several: bool, lines: list[str]) -> str:
     """The name of the rule for all calls of a reply, which `lines` get with those that it names."""
     form = family.form
+    for tool in reading.tools:
+        _check_tokens(tool, reading.tokenizer.added)
     rules = [form.rule(tool, marks) for tool in reading.tools]
     lines += form.rules
     lines += [f"call{i}: {rule}" for i, rule in enumerate(rules)]
@@ -61,6 +65,24 @@ def _calls(reading: Reading, family: Family, marks: Marks, several: bool, lines:
     again = several and not family.between
     lines.append(f"calls: block ({literal(family.apart)} block)*" if again else "calls: block")
     return "calls"
+
+
+def _check_tokens(tool: Tool, added: Iterable[str]) -> None:
+    """Raise InputError where a schema spells a token that counts as itself only: where but one text may follow,
+    llguidance asks for it in the fewest tokens, and then does not take that one.
+    """
+    left: list[Any] = [tool.schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            left += [*one, *(value for key, value in one.items() if key not in _NOTES)]
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, str) and (found := next((t for t in added if t in one), None)):
+            raise InputError(
+                f"{tool.name}: its schema holds {found!r}, which is a token of its own in this model's vocabulary, so "
+                "no call can be held to it; leave it out"
+            )
 
 
 def _answers(

@@ -56,7 +56,7 @@ class Machine:
         self._names = {number: text for text, number in self._marks.items()}
         self._thinks = self._strips = reading.begun
         self._reader: Reader | None = None  # of the block of calls that is open
-        self._opener = ""  # what opened it, as text
+        self._opener = ""  # what opened it, as text, behind the space before it
         self._buffer = ""  # may be the beginning of a marker
         self._space = ""  # means nothing where a call or the end of reasoning follows
         self._first = True  # nothing of the answer came
@@ -168,7 +168,7 @@ class Machine:
         ends = [text for text in (self._family.close, self._family.open) if text]
         ends = [text for text in ends if text not in self._marks]
         self._reader = self._family.form.reader(self._tools, ends, not marker)
-        self._opener, self._space = self._as_text(marker), ""
+        self._opener, self._space = self._space + self._as_text(marker), ""
 
     def _close(self, marker: str = "") -> Iterator[Part]:
         """The block that is open, if one is, ends here."""

@@ -156,6 +156,8 @@ class _Tags(Reader):
         self._tail, i = "", 0
         while i < len(text):
             i = self._beside(text, i)
+        if self.ended is not None:
+            self._buffer = ""
 
     def _json(self, key: str, value: str) -> str:
         tool = self._tools.get(self._name)

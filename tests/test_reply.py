@@ -1,0 +1,333 @@
+"""Replies of each family are read as the calls that they hold, however they are cut; what is no call stays text; and
+the grammar of a call lets nothing come but what is read as one.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+import pytest
+import tokenizers
+from llguidance import LLMatcher
+
+from accel.ir.errors import InputError
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.model.transcript import Transcript
+from accel.runtime.reply.family import families, family_of, thinking_of
+from accel.runtime.reply.forms import Tool
+from accel.runtime.reply.grammar import grammar_of
+from accel.runtime.reply.machine import Machine, Reading
+from accel.runtime.reply.parts import Finish, Reasoning, Text, ToolCall
+from accel.runtime.serve.request import Event, Usage
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", 'Rome "x"\n</b>']},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+NOTE = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+TOOLS = [Tool("weather", SCHEMA), Tool("note", NOTE)]
+THINK = thinking_of("</think>")
+EOS = "<|eos|>"
+NAMES = sorted(families())
+
+
+def byte_level(marks: Sequence[str]) -> Tokenizer:
+    """Of single bytes and these."""
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(letters)}, []))
+    inner.pre_tokenizer, inner.decoder = level, tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens([EOS, *(mark for mark in marks if mark[0] == "[")])
+    inner.add_tokens(
+        [tokenizers.AddedToken(mark, normalized=False) for mark in marks if mark[0] == "<"]
+    )
+    return Tokenizer(inner.to_str().encode())
+
+
+def marks_of(name: str) -> list[str]:
+    family = families()[name]
+    texts = [family.open, family.close, *family.form.marks, THINK.open, THINK.close]
+    return [text for text in texts if text]
+
+
+def spelt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text in tokens of single bytes, whatever it spells."""
+    return [i for letter in text for i in tokenizer.encode(letter)]
+
+
+def read(tokenizer: Tokenizer, reading: Reading, tokens: Sequence[int], finish="stop"):
+    """The parts of a reply of these tokens."""
+    marks = frozenset(reading.marks.values())
+    script = Transcript(tokenizer, (), np.zeros(0, np.int64), marks)
+    machine, found = Machine(reading), []
+    for at, token in enumerate(tokens):
+        script(token)
+        last = at == len(tokens) - 1
+        text = script.take(1) + (script.finish() if last else "")
+        event = Event(token, text, None, finish if last else None, token in marks)
+        found += machine.take(event, Usage(1, at + 1))
+    return found
+
+
+def told(parts):
+    """(reasoning, text, calls as (name, arguments' text), why it ended)."""
+    calls = {}
+    for part in parts:
+        if isinstance(part, ToolCall):
+            name, arguments, number = calls.setdefault(part.index, (part.name, "", part.id))
+            assert (name, number) == (part.name, part.id) and part.index == len(calls) - 1
+            calls[part.index] = (name, arguments + part.arguments, number)
+    (end,) = [part for part in parts if isinstance(part, Finish)]
+    assert parts[-1] is end
+    assert len({number for *_, number in calls.values()}) == len(calls)
+    return (
+        "".join(part.text for part in parts if isinstance(part, Reasoning)),
+        "".join(part.text for part in parts if isinstance(part, Text)),
+        [(name, arguments) for name, arguments, _ in calls.values()],
+        end.reason,
+    )
+
+
+A, B = '{"city": "Oslo", "days": 3}', '{"text": "a \\"}] \\u00e9"}'
+CALLS = {  # two calls as each family writes them
+    "hermes": (
+        f'<tool_call>\n{{"name": "weather", "arguments": {A}}}\n</tool_call>\n'
+        f'<tool_call>\n{{"name": "note", "arguments": {B}}}\n</tool_call>'
+    ),
+    "llama3_json": (
+        f'{{"name": "weather", "parameters": {A}}}; {{"name": "note", "parameters": {B}}}'
+    ),
+    "mistral": (
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {A}}}, '
+        f'{{"name": "note", "arguments": {B}, "id": "123456789"}}]'
+    ),
+    "mistral_args": f"[TOOL_CALLS]weather[ARGS]{A}[TOOL_CALLS]note[ARGS]{B}",
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=note>\n<parameter=text>\n"
+        'a "}] é\n</parameter>\n</function>\n</tool_call>'
+    ),
+}
+WANTED = [("weather", json.loads(A)), ("note", json.loads(B))]
+
+
+def parsed(calls):
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_of_each_family(name):
+    """Where its markers are tokens, and where they are text."""
+    for marks in (marks_of(name), []):
+        tokenizer = byte_level(marks)
+        reading = Reading(tokenizer, families()[name], THINK, TOOLS)
+        ids = tokenizer.encode(CALLS[name] + EOS)
+        assert len(ids) < len(CALLS[name].encode()) or not marks or name == "llama3_json"
+        parts = read(tokenizer, reading, ids)
+        reasoning, text, calls, reason = told(parts)
+        assert (reasoning, text, parsed(calls), reason) == ("", "", WANTED, "tool_calls"), marks
+        pieces = [p for p in parts if isinstance(p, ToolCall)]
+        assert len(pieces) > 5, "arguments come in pieces"
+        if size := families()[name].id_size:
+            assert all(len(p.id) == size and p.id.isalnum() for p in pieces)
+        before = "" if families()[name].bare else "So: \n"
+        full = f"<think>\nhm \n</think>\n\n{before}{CALLS[name]}"
+        reasoning, text, calls, _ = told(read(tokenizer, reading, tokenizer.encode(full)))
+        assert (reasoning, text, parsed(calls)) == ("hm", before.strip(), WANTED), marks
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not families()[name].bare])
+def test_markers_in_other_tokens_are_text(name):
+    """Control: in their own tokens they are calls, in the test before."""
+    tokenizer = byte_level(marks_of(name))
+    reading = Reading(tokenizer, families()[name], THINK, TOOLS)
+    whole = f"<think>\nhm</think> {CALLS[name]} \n"
+    assert told(read(tokenizer, reading, spelt(tokenizer, whole))) == ("", whole, [], "stop")
+
+
+def test_what_a_call_holds_is_no_marker():
+    """Markers as text within a string end no call, where the vocabulary lacks them."""
+    tokenizer = byte_level([])
+    reading = Reading(tokenizer, families()["hermes"], None, TOOLS)
+    inner = {"text": "</tool_call> <tool_call> x"}
+    text = f'<tool_call>\n{{"name": "note", "arguments": {json.dumps(inner)}}}\n</tool_call> after'
+    _, text, calls, _ = told(read(tokenizer, reading, tokenizer.encode(text)))
+    assert (text, parsed(calls)) == ("after", [("note", inner)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cut_of_a_call(name):
+    """A reply that ends within its calls: what came of a call stays, what was none yet is text."""
+    tokenizer = byte_level(marks_of(name))
+    reading = Reading(tokenizer, families()[name], THINK, TOOLS)
+    ids = tokenizer.encode(CALLS[name])
+    wanted = told(read(tokenizer, reading, ids))[2]
+    for end in range(1, len(ids)):
+        _, text, calls, reason = told(read(tokenizer, reading, ids[:end], "length"))
+        assert reason == "length"
+        for (got, arguments), (full, all_of_it) in zip(calls, wanted, strict=False):
+            assert got == full and all_of_it.startswith(arguments)
+        if text:
+            special = {i for i in ids[:end] if i in tokenizer.special}
+            assert not calls or special or text in CALLS[name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nonsense",
+        "[1, 2]",
+        '{"name": 5, "arguments": {}}',
+        '{"arguments": {}}',
+        "{}",
+        '{"name": "note", "arguments": 3}',
+    ],
+)
+def test_what_is_no_call_is_text(text):
+    tokenizer = byte_level(marks_of("hermes"))
+    reading = Reading(tokenizer, families()["hermes"], None, TOOLS)
+    whole = f"a <tool_call>{text}</tool_call> b"
+    assert told(read(tokenizer, reading, tokenizer.encode(whole))) == ("", whole, [], "stop")
+
+
+def test_a_bare_call_names_a_tool():
+    tokenizer = byte_level([])
+    reading = Reading(tokenizer, families()["llama3_json"], None, TOOLS)
+    for text in (
+        '{"name": "Bob", "parameters": {"a": 1}}', '{"answer": 4', '{"name": "note"} x', "{", ' {"name"',
+        f'Call {{"name": "weather", "parameters": {A}}}',
+    ):  # fmt: skip
+        assert told(read(tokenizer, reading, tokenizer.encode(text))) == ("", text, [], "stop")
+    known = f' {{"name": "weather", "parameters": {A}}}'
+    assert told(read(tokenizer, reading, tokenizer.encode(known)))[2:] == (
+        [("weather", A)],
+        "tool_calls",
+    )
+
+
+def test_reasoning_that_the_prompt_began():
+    tokenizer = byte_level(["<think>", "</think>"])
+    open_already = Reading(tokenizer, None, THINK, begun=True)
+    for text, wanted in (
+        ("\nhm <b> \n</think>\n\nYes \n", ("hm <b>", "Yes \n")),
+        ("hm", ("hm", "")),
+        ("</think>Yes", ("", "Yes")),
+        ("hm</think>a<think>b</think>c", ("hmb", "ac")),
+    ):
+        assert told(read(tokenizer, open_already, tokenizer.encode(text)))[:2] == wanted
+    plain = Reading(tokenizer, None, THINK)
+    assert told(read(tokenizer, plain, tokenizer.encode("a</think> b ")))[:2] == (
+        "",
+        "a</think> b ",
+    )
+
+
+def test_templates_show_their_family():
+    tools = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    for name, source in {
+        "hermes": "within <tool_call></tool_call> XML tags",
+        "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=a>",
+        "mistral": "[TOOL_CALLS] [",
+        "mistral_args": "'[TOOL_CALLS]' + name + '[ARGS]'",
+        "llama3_json": '<|start_header_id|> {"name": function name, "parameters": dictionary of argument name and '
+        "its value}",
+    }.items():
+        assert family_of(tools + source) is families()[name]
+    assert family_of(tools) is None and thinking_of(tools) is None
+
+
+def library(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(
+        tokenizer.settled_json,
+        eos_token=tokenizer.vocabulary[EOS],
+        n_vocab=len(tokenizer.vocabulary),
+    )
+
+
+def walk(tokenizer: Tokenizer, grammar: str, rng: random.Random, most: int) -> list[int]:
+    """Tokens at random that a grammar lets come, until it is whole."""
+    vocabulary = library(tokenizer)
+    text = LLMatcher.grammar_from_lark(grammar)
+    assert LLMatcher.validate_grammar(text, vocabulary) == ""
+    matcher, found = LLMatcher(vocabulary, text, log_level=0), []
+    while not matcher.is_stopped() and len(found) < most:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        token = rng.choice(allowed)
+        if tokenizer.token(token) == EOS:
+            return found
+        assert matcher.try_consume_tokens([token]) == 1
+        found.append(token)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_grammar_lets_come_is_a_call(name):
+    """Whatever tokens come: the reply is calls whose arguments follow the schema, and nothing else."""
+    rng = random.Random(name)
+    for marks in (marks_of(name), []):
+        tokenizer = byte_level(marks)
+        for begun in (False, True):
+            thinking = THINK if begun and marks else None
+            reading = Reading(
+                tokenizer, families()[name], thinking, TOOLS[:1], begun and bool(marks)
+            )
+            grammar = grammar_of(reading, required=True, several=False, answer=None).grammar
+            for _ in range(3):
+                ids = walk(tokenizer, grammar, rng, 4000)
+                _, text, calls, reason = told(read(tokenizer, reading, ids))
+                assert text == "" and reason == "tool_calls", tokenizer.decode(ids)
+                ((called, arguments),) = parsed(calls)
+                assert called == "weather" and {"city", "days"} <= {*arguments} <= {
+                    *SCHEMA["properties"]
+                }
+                assert arguments["city"] in SCHEMA["properties"]["city"]["enum"]
+                assert type(arguments["days"]) is int and 0 <= arguments["days"] <= 99
+                assert all(type(flag) is bool for flag in arguments.get("flags", []))
+
+
+def test_grammars_of_more_than_calls():
+    """What each lets come, and what it does not."""
+    tokenizer = byte_level(marks_of("hermes"))
+    reading = Reading(tokenizer, families()["hermes"], None, TOOLS)
+    vocabulary = library(tokenizer)
+    one = CALLS["hermes"].split("\n<tool_call>")[0]
+    both = f"{one}\n{one}"
+    for required, several, takes, refuses in (
+        (True, False, [one], [both, "Hi", f"Hi {one}"]),
+        (True, True, [one, both], ["Hi", f"{one} Hi"]),
+        (False, True, ["Hi", "<b>", one, f"Hi {both}"], ["<tool_call>x", one.replace("3", "true")]),
+        (False, False, ["Hi", f"Hi {one}"], [both]),
+    ):
+        made = grammar_of(reading, required=required, several=several, answer=None)
+        text = LLMatcher.grammar_from_lark(made.grammar)
+        for whole, wanted in [*((t, True) for t in takes), *((t, False) for t in refuses)]:
+            matcher, ids = LLMatcher(vocabulary, text, log_level=0), tokenizer.encode(whole)
+            taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert taken is wanted, (required, several, whole)
+
+
+def test_tags_refuse_what_they_cannot_hold():
+    reading = Reading(byte_level(marks_of("qwen3_coder")), families()["qwen3_coder"], None)
+    for schema, words in (
+        ({"properties": {"a": {"type": "string", "pattern": "a+"}}}, "'pattern'"),
+        ({"properties": {"a>": {}}}, "cannot stand in a tag"),
+        ({"properties": {}, "required": ["b"]}, "'b'"),
+        ({"anyOf": [{}]}, "'anyOf'"),
+    ):
+        tools = [Tool("f", {"type": "object", **schema})]
+        with pytest.raises(InputError, match=words):
+            grammar_of(
+                Reading(reading.tokenizer, reading.family, None, tools),
+                required=True,
+                several=True,
+                answer=None,
+            )
