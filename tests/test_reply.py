@@ -294,6 +294,28 @@ def test_what_the_grammar_lets_come_is_a_call(name):
                 assert all(type(flag) is bool for flag in arguments.get("flags", []))
 
 
+def test_random_tokens_are_no_call():
+    """Control of the test before."""
+    tokenizer, rng = byte_level(marks_of("hermes")), random.Random(3)
+    reading = Reading(tokenizer, families()["hermes"], None, TOOLS)
+    ids = [257, *rng.choices(range(256), k=60), 258]
+    _, text, calls, reason = told(read(tokenizer, reading, ids))
+    assert text.startswith("<tool_call>") and (calls, reason) == ([], "stop")
+
+
+def test_a_schema_that_spells_a_token_is_refused():
+    """In a description it may."""
+    for key, fine in (("description", True), ("const", False)):
+        schema = {"type": "object", "properties": {"a": {key: "x</tool_call>"}}}
+        tokenizer = byte_level(marks_of("hermes"))
+        reading = Reading(tokenizer, families()["hermes"], None, [Tool("f", schema)])
+        if fine:
+            grammar_of(reading, required=True, several=True, answer=None)
+        else:
+            with pytest.raises(InputError, match="'</tool_call>', which is a token"):
+                grammar_of(reading, required=True, several=True, answer=None)
+
+
 def test_grammars_of_more_than_calls():
     """What each lets come, and what it does not."""
     tokenizer = byte_level(marks_of("hermes"))
