@@ -15,11 +15,11 @@ from llguidance import LLMatcher
 from accel.ir.errors import InputError
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.model.transcript import Transcript
-from accel.runtime.reply.family import families, family_of, thinking_of
-from accel.runtime.reply.forms import Tool
-from accel.runtime.reply.grammar import grammar_of
-from accel.runtime.reply.machine import Machine, Reading
-from accel.runtime.reply.parts import Finish, Reasoning, Text, ToolCall
+from accel.runtime.serve.reply.family import families, family_of, thinking_of
+from accel.runtime.serve.reply.forms import Tool
+from accel.runtime.serve.reply.grammar import grammar_of
+from accel.runtime.serve.reply.machine import Machine, Reading
+from accel.runtime.serve.reply.parts import Finish, Reasoning, Text, ToolCall
 from accel.runtime.serve.request import Event, Usage
 
 SCHEMA = {

@@ -363,3 +363,31 @@ def test_messages_of_clients_are_taken(client):
     assert client.chat.completions.create(**ASKED | {"messages": talk}, max_tokens=2).choices
     none = history(arguments="")["messages"]
     assert client.chat.completions.create(**ASKED | {"messages": none}, max_tokens=2).choices
+
+
+@pytest.mark.long
+def test_a_real_model_in_two_turns(real_model, tmp_path):
+    """Qwen2.5-Coder calls a tool because it must, and answers with what the tool said."""
+    model = real_model("qwen-coder-0.5b")
+    options = {"max_context": 1024, "max_batch": 1, "verify": False}
+    accel.optimize(model, "base", out=tmp_path / "qwen", **options).close()
+    weather = {**WEATHER, "properties": {**WEATHER["properties"], "city": {"type": "string"}}}
+    function = {"name": "weather", "description": "The weather of a city.", "parameters": weather}
+    tools = [{"type": "function", "function": function}, TOOLS[1]]
+    talk = [{"role": "user", "content": "What will the weather be in Oslo in 2 days?"}]
+    asked = {"tools": tools, "temperature": 0, "max_tokens": 80, "model": "qwen"}
+    with (
+        serve_case.running([tmp_path / "qwen"]) as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        create = client.chat.completions.create
+        must = {"tool_choice": "required", "parallel_tool_calls": False}
+        called, reason = both(client, messages=talk, **asked, **must)
+        assert reason == "tool_calls"
+        ((name, arguments),) = calls(called)
+        assert (name, {*arguments}) == ("weather", {"city", "days"})
+        assert "Oslo" in arguments["city"] and arguments["days"] in range(10)
+        answer = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "Hail, 7 °C."}
+        said = create(messages=[*talk, called.model_dump(), answer], **asked, tool_choice="none")
+        (choice,) = said.choices
+        assert choice.finish_reason == "stop" and "7" in choice.message.content

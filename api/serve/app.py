@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from accel.ir.errors import AccelError
-from accel.runtime.reply.machine import Machine
 from accel.runtime.serve.engine import Ticket
+from accel.runtime.serve.reply.machine import Machine
 from accel.serve import errors, requests
 from accel.serve.errors import ApiError
 from accel.serve.events import Events, Live

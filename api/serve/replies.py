@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.reply.machine import Machine
-from accel.runtime.reply.parts import Finish, Part, Reasoning, Text, ToolCall
 from accel.runtime.serve.engine import Event, Ticket, Usage
+from accel.runtime.serve.reply.machine import Machine
+from accel.runtime.serve.reply.parts import Finish, Part, Reasoning, Text, ToolCall
 
 Object = dict[str, Any]
 
@@ -90,8 +90,8 @@ class Reply(ABC):
     ) -> Iterator[Object]:
         """More of a choice, and its end; the scores go with the first piece."""
         more = [part for part in parts if not isinstance(part, Finish)]
-        for part in more or ([Text("")] if scores else []):
-            yield self._chunk(index, self._delta(part), self._logprobs(scores), None)
+        for one in more or ([Text("")] if scores else []):
+            yield self._chunk(index, self._delta(one), self._logprobs(scores), None)
             scores = []
         for part in parts:
             if isinstance(part, Finish):

@@ -10,8 +10,8 @@ from accel.ir.errors import InputError
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.reply.machine import Reading
 from accel.runtime.serve.engine import Request, Ticket
+from accel.runtime.serve.reply.machine import Reading
 from accel.serve import prompts, tools
 from accel.serve.errors import ApiError, of_exception
 from accel.serve.models import Served

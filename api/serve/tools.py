@@ -12,10 +12,10 @@ from typing import Any
 from accel.ir.errors import InputError, shown, unknown
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.chat import template_of
-from accel.runtime.reply.family import Family, Thinking, families, family_of, thinking_of
-from accel.runtime.reply.forms import Tool
-from accel.runtime.reply.grammar import grammar_of
-from accel.runtime.reply.machine import Reading
+from accel.runtime.serve.reply.family import Family, Thinking, families, family_of, thinking_of
+from accel.runtime.serve.reply.forms import Tool
+from accel.runtime.serve.reply.grammar import grammar_of
+from accel.runtime.serve.reply.machine import Reading
 from accel.serve.errors import ApiError
 from accel.serve.json_schema import check_schema
 from accel.serve.models import Served
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _CHOICES = ("auto", "none", "required")
 _PARTS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)  # of a template, what is code
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)

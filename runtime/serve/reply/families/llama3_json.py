@@ -1,7 +1,7 @@
 """Llama 3.1 and 3.2, with JSON."""
 
-from accel.runtime.reply.family import Family
-from accel.runtime.reply.forms.json_object import JsonObject
+from accel.runtime.serve.reply.family import Family
+from accel.runtime.serve.reply.forms.json_object import JsonObject
 
 FAMILY = Family(
     signs=("<|start_header_id|>", '"parameters": dictionary of argument name and its value'),

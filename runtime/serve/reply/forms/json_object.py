@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel.runtime.reply.forms import (
+from accel.runtime.serve.reply.forms import (
     Form,
     Marks,
     More,

@@ -1,7 +1,7 @@
 """Hermes 2 Pro and later, Qwen 2.5, Qwen 3, SmolLM 3."""
 
-from accel.runtime.reply.family import Family
-from accel.runtime.reply.forms.json_object import JsonObject
+from accel.runtime.serve.reply.family import Family
+from accel.runtime.serve.reply.forms.json_object import JsonObject
 
 FAMILY = Family(
     signs=("<tool_call>",),

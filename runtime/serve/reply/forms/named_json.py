@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from accel.runtime.reply.forms import (
+from accel.runtime.serve.reply.forms import (
     Form,
     Marks,
     More,
@@ -16,7 +16,7 @@ from accel.runtime.reply.forms import (
     json_rule,
     literal,
 )
-from accel.runtime.reply.forms.json_object import Value
+from accel.runtime.serve.reply.forms.json_object import Value
 
 _LONGEST = 200  # characters of a name
 

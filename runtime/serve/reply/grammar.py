@@ -11,9 +11,9 @@ from typing import Any
 
 from accel.ir.errors import InputError
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
-from accel.runtime.reply.family import Family
-from accel.runtime.reply.forms import Marks, Tool, literal
-from accel.runtime.reply.machine import Reading
+from accel.runtime.serve.reply.family import Family
+from accel.runtime.serve.reply.forms import Marks, Tool, literal
+from accel.runtime.serve.reply.machine import Reading
 
 _NOTES = {"$comment", "default", "description", "examples", "title"}
 _ANY = r"/(.|\n)*/"

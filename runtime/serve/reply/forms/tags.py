@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.ir.errors import InputError
-from accel.runtime.reply.forms import (
+from accel.runtime.serve.reply.forms import (
     Form,
     Marks,
     More,

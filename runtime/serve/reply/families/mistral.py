@@ -1,7 +1,7 @@
 """Mistral and Mixtral, to version 3 of their tokenizer."""
 
-from accel.runtime.reply.family import Family
-from accel.runtime.reply.forms.json_object import JsonObject
+from accel.runtime.serve.reply.family import Family
+from accel.runtime.serve.reply.forms.json_object import JsonObject
 
 FAMILY = Family(
     signs=("[TOOL_CALLS]",),

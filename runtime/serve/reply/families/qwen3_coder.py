@@ -1,7 +1,7 @@
 """Qwen3-Coder, Qwen 3.5."""
 
-from accel.runtime.reply.family import Family
-from accel.runtime.reply.forms.tags import Tags
+from accel.runtime.serve.reply.family import Family
+from accel.runtime.serve.reply.forms.tags import Tags
 
 FAMILY = Family(
     signs=("<tool_call>", "<function=", "<parameter="),

@@ -6,14 +6,13 @@ A chat template shows its family: each declares texts that its templates hold. T
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from accel.runtime.reply.forms import Form
+from accel.runtime.serve.reply.forms import Form
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,14 @@ class Thinking:
 
 def family_of(template: str) -> Family | None:
     """The one whose signs a chat template holds."""
-    return _chosen("families", template)
+    found: Family | None = _chosen("families", template)
+    return found
 
 
 def thinking_of(template: str) -> Thinking | None:
     """The one whose signs a chat template holds."""
-    return _chosen("reasoning", template)
+    found: Thinking | None = _chosen("reasoning", template)
+    return found
 
 
 def families() -> dict[str, Family]:
@@ -69,13 +70,9 @@ def families() -> dict[str, Family]:
 
 
 def _chosen(folder: str, template: str) -> Any:
-    found = [
-        one.FAMILY
-        for one in _modules(folder).values()
-        if all(sign in template for sign in one.FAMILY.signs)
-    ]
-    size: Callable[[Any], int] = lambda one: sum(map(len, one.signs))  # noqa: E731
-    return max(found, key=size, default=None)
+    known = [module.FAMILY for module in _modules(folder).values()]
+    found = [one for one in known if all(sign in template for sign in one.signs)]
+    return max(found, key=lambda one: sum(map(len, one.signs)), default=None)
 
 
 @cache

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.reply.family import Family, Thinking
-from accel.runtime.reply.forms import Begin, End, NoCall, Reader, Step, Tool
-from accel.runtime.reply.parts import Finish, Part, Reasoning, Text, ToolCall
+from accel.runtime.serve.reply.family import Family, Thinking
+from accel.runtime.serve.reply.forms import Begin, End, NoCall, Reader, Step, Tool
+from accel.runtime.serve.reply.parts import Finish, Part, Reasoning, Text, ToolCall
 from accel.runtime.serve.request import Event, Usage
 
 _LETTERS = string.ascii_letters + string.digits
