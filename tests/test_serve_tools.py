@@ -23,7 +23,8 @@ HERMES = """{%- for tool in tools or [] %}{{ tool | tojson }}
 <tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>{% endfor %}
-{% endfor %}assistant:{{ opening or '' }}{# </think> #}"""
+{% endfor %}assistant:{{ opening or '' }}{{ reasoning_effort or '' }}{{ enable_thinking | default('') }}
+{#- </think> #}"""
 MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ messages[-1].content }}
 {# [TOOL_CALLS] #}"""
 NO_TOOLS = "{{ 'the word tools' }} tools {{ messages[-1].content }}"
@@ -245,7 +246,7 @@ def test_strict_tools_and_one_call_at_most(client):
     assert reason == "tool_calls" and holds(arguments)
 
 
-def test_reasoning(client, say):
+def test_reasoning(client, say, served):
     say("<think>\nLet me think.\n</think>\n\nYes.")
     message, reason = both(client)
     assert (message.content, message.reasoning_content, reason) == ("Yes.", "Let me think.", "stop")
@@ -253,6 +254,10 @@ def test_reasoning(client, say):
     opened = {"chat_template_kwargs": {"opening": "<think>\n"}}
     message, reason = both(client, extra_body=opened, tools=openai.omit)
     assert (message.content, message.reasoning_content, reason) == ("Yes.", "Let me think.", "stop")
+    for effort, told in (("low", "assistant:low"), ("none", "assistant:noneFalse")):
+        say("Yes.")
+        both(client, reasoning_effort=effort)
+        assert served.models[0].tokenizer.decode(served.engine.prompt).endswith(told)
     say(["<think>a</think>b"])
     assert both(client)[0].content == "<think>a</think>b"
 

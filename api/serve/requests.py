@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accel.ir.errors import InputError
 from accel.runtime.decode.sampling_params import SamplingParams
@@ -83,7 +84,13 @@ def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
     samples = _samples(asked, served)
     _check_texts(samples, served)
     calling = tools.calling(asked, served)
-    found, text = prompts.of_chat(asked.messages, asked.chat_template_kwargs, served, calling.shown)
+    effort: dict[str, Any] = {}
+    if asked.reasoning_effort is not None:
+        effort["reasoning_effort"] = asked.reasoning_effort
+    if asked.reasoning_effort == "none":
+        effort["enable_thinking"] = False
+    variables = {**effort, **(asked.chat_template_kwargs or {})}
+    found, text = prompts.of_chat(asked.messages, variables, served, calling.shown)
     thinking = calling.thinking
     reading = calling.reading(served, bool(thinking and text.rstrip().endswith(thinking.open)))
     guide = calling.guide(reading, _structured(asked.response_format))
