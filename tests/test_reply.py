@@ -17,6 +17,7 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.model.transcript import Transcript
 from accel.runtime.serve.reply.family import families, family_of, thinking_of
 from accel.runtime.serve.reply.forms import Tool
+from accel.runtime.serve.reply.forms.pythonic import Pythonic
 from accel.runtime.serve.reply.grammar import grammar_of
 from accel.runtime.serve.reply.machine import Machine, Reading
 from accel.runtime.serve.reply.parts import Finish, Reasoning, Text, ToolCall
@@ -96,12 +97,15 @@ def told(parts):
     )
 
 
-A, B = '{"city": "Oslo", "days": 3}', '{"text": "a \\"}] \\u00e9"}'
+TEXT = 'a \\"}] \\u00e9'
+A, B = '{"city": "Oslo", "days": 3}', f'{{"text": "{TEXT}"}}'
 CALLS = {  # two calls as each family writes them
     "hermes": (
         f'<tool_call>\n{{"name": "weather", "arguments": {A}}}\n</tool_call>\n'
         f'<tool_call>\n{{"name": "note", "arguments": {B}}}\n</tool_call>'
     ),
+    "lfm2": f'<|tool_call_start|>[weather(city="Oslo", days=3), note(text="{TEXT}")]<|tool_call_end|>',
+    "llama_pythonic": f'[weather(city="Oslo", days=3), note(text="{TEXT}")]',
     "llama3_json": (
         f'{{"name": "weather", "parameters": {A}}}; {{"name": "note", "parameters": {B}}}'
     ),
@@ -130,12 +134,13 @@ def test_calls_of_each_family(name):
         tokenizer = byte_level(marks)
         reading = Reading(tokenizer, families()[name], THINK, TOOLS)
         ids = tokenizer.encode(CALLS[name] + EOS)
-        assert len(ids) < len(CALLS[name].encode()) or not marks or name == "llama3_json"
+        assert len(ids) < len(CALLS[name].encode()) or not marks or families()[name].bare
         parts = read(tokenizer, reading, ids)
         reasoning, text, calls, reason = told(parts)
         assert (reasoning, text, parsed(calls), reason) == ("", "", WANTED, "tool_calls"), marks
         pieces = [p for p in parts if isinstance(p, ToolCall)]
-        assert len(pieces) > 5, "arguments come in pieces"
+        whole = isinstance(families()[name].form, Pythonic)  # is read when it is whole
+        assert len(pieces) == 4 if whole else len(pieces) > 5, "arguments come in pieces"
         if size := families()[name].id_size:
             assert all(len(p.id) == size and p.id.isalnum() for p in pieces)
         before = "" if families()[name].bare else "So: \n"
@@ -213,6 +218,49 @@ def test_a_bare_call_names_a_tool():
     )
 
 
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "[note('a')]", "[note(**a)]", "[note(text=a)]", "[note(text='a'", "[note(text=1)] x", "[]",
+             "[Note(text=1)]", "[note.x(text=1)]", "[note(text=1), 2]", "[" * 300, "[note(text=" + "-" * 9000 + "1)]"],
+)  # fmt: skip
+def test_lists_that_are_no_calls(text):
+    tokenizer = byte_level([])
+    reading = Reading(tokenizer, families()["llama_pythonic"], None, TOOLS)
+    _, said, calls, _ = told(read(tokenizer, reading, tokenizer.encode(text)))
+    assert (said, calls) == (" x", [("note", '{"text": 1}')]) if text.endswith("x") else (text, [])
+
+
+def test_values_of_python():
+    tokenizer = byte_level([])
+    reading = Reading(tokenizer, families()["llama_pythonic"], None, TOOLS)
+    text = (
+        "[note(a=True, b=None, c=-1.5, d=[1, (2,)], e={'x': 'it\\'s'}, f=null, g=\"\\/\\u00e9\")]"
+    )
+    ((_, arguments),) = parsed(told(read(tokenizer, reading, tokenizer.encode(text)))[2])
+    assert arguments == {
+        "a": True, "b": None, "c": -1.5, "d": [1, [2]], "e": {"x": "it's"}, "f": None, "g": "/é"
+    }  # fmt: skip
+
+
+def test_text_around_a_mark():
+    """What is held back before a mark is certain there, and never joins what comes behind it."""
+    tokenizer = byte_level(["<think>"])
+    mark = tokenizer.added["<think>"]
+    byte = {tokenizer.token_bytes(i): i for i in range(256)}
+    for stops, text, pieces, stopped in (
+        ((), b"a\xc3|\xa9b", ["a", "", "\ufffd", "\ufffd", "b"], False),
+        (("xyz",), b"xy|z", ["", "", "xy", "z"], False),
+        (("bc", "abcd"), b"abc|", ["", "", "", "a"], True),
+    ):
+        ids = [mark if letter == b"|" else byte[letter] for letter in map(bytes, zip(text))]
+        script = Transcript(tokenizer, stops, np.zeros(0, np.int64), frozenset({mark}))
+        ended = [script(token) for token in ids]
+        assert ([script.take(1) for _ in ids], ended[-1]) == (pieces, stopped)
+    plain = Transcript(tokenizer, ("xyz",), np.zeros(0, np.int64))
+    for token in [byte[b"x"], byte[b"y"], mark, byte[b"z"]]:
+        plain(token)
+    assert plain.take() == "xy<think>z", "control: the mark's own text"
+
+
 def test_reasoning_that_the_prompt_began():
     tokenizer = byte_level(["<think>", "</think>"])
     open_already = Reading(tokenizer, None, THINK, begun=True)
@@ -236,6 +284,8 @@ def test_templates_show_their_family():
         "hermes": "within <tool_call></tool_call> XML tags",
         "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=a>",
         "mistral": "[TOOL_CALLS] [",
+        "lfm2": "List of tools: <|tool_list_start|>[",
+        "llama_pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
         "mistral_args": "'[TOOL_CALLS]' + name + '[ARGS]'",
         "llama3_json": '<|start_header_id|> {"name": function name, "parameters": dictionary of argument name and '
         "its value}",

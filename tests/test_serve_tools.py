@@ -232,6 +232,15 @@ def test_an_unfinished_call(client, say, served):
     assert message.tool_calls and arguments != '{"city": "Oslo", "days": 1}'
 
 
+def test_a_stop_string_before_a_call(client, say):
+    """A stop string that is sure only at the marker ends the reply before it."""
+    say('abc<tool_call>{"name": "now", "arguments": {}}</tool_call>')
+    message, reason = both(client, stop=["bc", "abcd"])
+    assert (message.content, message.tool_calls, reason) == ("a", None, "stop")
+    message, reason = both(client, stop=["abcd"])
+    assert (message.content, calls(message), reason) == ("abc", [("now", {})], "tool_calls")
+
+
 def test_strict_tools_and_one_call_at_most(client):
     """Text may come, and a call that begins follows its schema: the marker is forced, the rest is the model's."""
     strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
@@ -385,14 +394,21 @@ def test_a_real_model_in_two_turns(real_model, tmp_path):
         serve_case.running([tmp_path / "qwen"]) as served,
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client,
     ):
-        create = client.chat.completions.create
         must = {"tool_choice": "required", "parallel_tool_calls": False}
-        called, reason = both(client, messages=talk, **asked, **must)
-        assert reason == "tool_calls"
-        ((name, arguments),) = calls(called)
-        assert (name, {*arguments}) == ("weather", {"city", "days"})
-        assert "Oslo" in arguments["city"] and arguments["days"] in range(10)
-        answer = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "Hail, 7 °C."}
-        said = create(messages=[*talk, called.model_dump(), answer], **asked, tool_choice="none")
-        (choice,) = said.choices
-        assert choice.finish_reason == "stop" and "7" in choice.message.content
+        for city, days, question in (
+            ("Oslo", 2, talk[0]["content"]),
+            ("Rome", 5, "And in Rome in 5 days?"),
+        ):
+            talk += [{"role": "user", "content": question}] if len(talk) > 1 else []
+            called, reason = both(client, messages=talk, **asked, **must)
+            wanted = ("weather", {"city": city, "days": days})
+            assert (reason, calls(called)) == ("tool_calls", [wanted])
+            answer = {
+                "role": "tool",
+                "tool_call_id": called.tool_calls[0].id,
+                "content": "Hail, 7 °C.",
+            }
+            talk += [called.model_dump(), answer]
+        talk += [{"role": "user", "content": "Say in one sentence what the weather will be."}]
+        said, reason = both(client, messages=talk, **asked, tool_choice="none")
+        assert reason == "stop" and "7" in said.content

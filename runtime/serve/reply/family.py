@@ -27,7 +27,8 @@ class Family:
         begin, end: text of a block around its calls.
         between: text between calls of one block; "": a block has one call.
         apart: text between blocks.
-        bare: what a block without `open` begins with, where the reply begins with it too; "": each has `open`.
+        bare: what a block without `open` begins with, where the reply begins with it too, and is one block; "": each
+            has `open`.
         id_size: characters of a call's id, where templates ask for so many; 0: any.
     """
 

@@ -62,7 +62,7 @@ def _calls(reading: Reading, family: Family, marks: Marks, several: bool, lines:
         inner = f"call ({literal(family.between)} call)*"
     lines.append(f"inner: {begin} {inner} {end} {marks(family.close) if family.close else ''}")
     lines.append(f"block: {opens} inner")
-    again = several and not family.between
+    again = several and not family.between and not family.bare
     lines.append(f"calls: block ({literal(family.apart)} block)*" if again else "calls: block")
     return "calls"
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from accel.ir.errors import InputError
 from accel.runtime.serve.reply.forms import (
@@ -20,15 +19,17 @@ from accel.runtime.serve.reply.forms import (
     json_rule,
     literal,
 )
+from accel.runtime.serve.reply.forms.properties import (
+    Property,
+    is_text,
+    properties_of,
+    values_of,
+)
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,200})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>\n?")
 _VALUE_END, _END = "</parameter>", "</function>"
 _OPENS = ("<function=", "<parameter=", _END)
-_OF_ALL = {
-    *("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"),
-    *("title", "description"),
-}
 _SAID = {"type", "description", "title", "default", "examples", "enum", "const"}  # of a plain text
 
 
@@ -41,24 +42,17 @@ class Tags(Form):
 
     def rule(self, tool: Tool, marks: Marks) -> str:
         lines = []
-        needed, properties = tool.schema.get("required", []), tool.schema.get("properties", {})
-        if wrong := sorted({*tool.schema} - _OF_ALL) + sorted({*needed} - {*properties}):
-            raise InputError(
-                f"{tool.name}: {wrong[0]!r:.80} cannot be held to by this model's calls, which write each property "
-                "apart; give properties and required only"
-            )
-        for key, schema in properties.items():
-            if re.search(r"[<>\n]", key):
+        for one in properties_of(tool):
+            if re.search(r"[<>\n]", one.name):
                 raise InputError(
-                    f"{tool.name}: the name {key!r:.80} cannot stand in a tag; rename the parameter"
+                    f"{tool.name}: the name {one.name!r:.80} cannot stand in a tag; rename the parameter"
                 )
-            head, tail = literal(f"<parameter={key}>\n"), literal(f"{_VALUE_END}\n")
-            value = _value_rule(tool, key, schema)
-            line = f"{head} {value}" if value == _FREE else f"{head} {value} {literal(chr(10))}"
-            line += literal(chr(10)) if value == _FREE else f" {tail}"
-            lines.append(line if key in needed else f"({line})?")
-        body = " ".join(lines)
-        return f"{literal(f'<function={tool.name}>' + chr(10))} {body} {literal(_END)}"
+            value = _value_rule(tool, one)
+            line = f"{literal(f'<parameter={one.name}>' + _LINE)} {value} "
+            line += literal(_LINE if value == _FREE else f"{_LINE}{_VALUE_END}{_LINE}")
+            lines.append(line if one.required else f"({line})?")
+        head = literal(f"<function={tool.name}>" + _LINE)
+        return f"{head} {' '.join(lines)} {literal(_END)}"
 
     @property
     def rules(self) -> Sequence[str]:
@@ -66,28 +60,19 @@ class Tags(Form):
 
 
 _FREE = "free_text"
+_LINE = "\n"
 
 
-def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):
-        return False
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if values is not None:
-        return all(isinstance(value, str) for value in values)
-    return bool(schema.get("type") == "string")
-
-
-def _value_rule(tool: Tool, key: str, schema: Any) -> str:
+def _value_rule(tool: Tool, one: Property) -> str:
     """The right side of a rule for a value. Raises InputError."""
-    if not _is_text(schema):
-        rest = {name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema}
-        return json_rule({**schema, **rest} if isinstance(schema, Mapping) else schema)
-    if more := sorted(schema.keys() - _SAID):
+    if not is_text(one.schema):
+        return json_rule(one.schema)
+    if more := sorted(one.schema.keys() - _SAID):
         raise InputError(
-            f"{tool.name}: {key} has {more[0]!r}, which this model's calls cannot hold a text to, since they write it "
-            "without quotes; leave it out"
+            f"{tool.name}: {one.name} has {more[0]!r}, which this model's calls cannot hold a text to, since they "
+            "write it without quotes; leave it out"
         )
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    values = values_of(one.schema)
     if values is None:
         return _FREE
     return "(" + " | ".join(literal(value) or '""' for value in values) + ")"
@@ -162,7 +147,7 @@ class _Tags(Reader):
     def _json(self, key: str, value: str) -> str:
         tool = self._tools.get(self._name)
         properties = tool.schema.get("properties", {}) if tool else {}
-        if not _is_text(properties.get(key)):
+        if not is_text(properties.get(key)):
             try:
                 return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)
             except (ValueError, RecursionError):
