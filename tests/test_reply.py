@@ -344,6 +344,52 @@ def test_what_the_grammar_lets_come_is_a_call(name):
                 assert all(type(flag) is bool for flag in arguments.get("flags", []))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_reply_breaks_the_machine(name):
+    """Pieces of calls in any order: each is read to its end, and words behind a call that is no call stay."""
+    pieces = [
+        *marks_of(name),
+        "note",
+        "weather(",
+        '"a"',
+        "[",
+        "]",
+        "{",
+        "}",
+        "(",
+        ")",
+        '"name": ',
+        ": ",
+        ", ",
+        "\n",
+        " ",
+    ]
+    pieces += [
+        "<function=note>",
+        "</function>",
+        "<parameter=text>",
+        "</parameter>",
+        "[ARGS]",
+        '"arguments": ',
+        "\\",
+        "'",
+    ]
+    pieces += ['"', "5", "=", *CALLS[name].split(" "), CALLS[name]]
+    rng = random.Random(name)
+    for marks in (marks_of(name), []):
+        tokenizer = byte_level(marks)
+        for i in range(80):
+            begun = rng.random() < 0.2
+            reading = Reading(tokenizer, families()[name], THINK, TOOLS, begun)
+            text = "".join(rng.choices(pieces, k=rng.randrange(1, 25)))
+            ids = tokenizer.encode(f"{text} end of it")
+            reasoning, said, calls, reason = told(
+                read(tokenizer, reading, ids, rng.choice(("stop", "length")))
+            )
+            assert reason != "tool_calls" or calls
+            assert calls or any(t.endswith("end of it") for t in (reasoning, said)), (i, text)
+
+
 def test_random_tokens_are_no_call():
     """Control of the test before."""
     tokenizer, rng = byte_level(marks_of("hermes")), random.Random(3)

@@ -325,6 +325,18 @@ def test_models(client, model):
         client.models.retrieve("artefact")
 
 
+def test_one_model_needs_no_name(http):
+    for path, asked in (
+        ("completions", {"prompt": PROMPT}),
+        ("chat/completions", {"messages": TALK}),
+    ):
+        named = http.post(f"/v1/{path}", json={**GREEDY, **asked}).json()
+        for more in ({}, {"model": None}):
+            bare = {key: value for key, value in GREEDY.items() if key != "model"}
+            found = http.post(f"/v1/{path}", json={**bare, **asked, **more}).json()
+            assert found["model"] == "artifact" and found["choices"] == named["choices"]
+
+
 def form(schema):
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 

@@ -54,6 +54,11 @@ class Machine:
         self._tools = {tool.name: tool for tool in reading.tools}
         self._marks = reading.marks
         self._names = {number: text for text, number in self._marks.items()}
+        family, thinking = reading.family, reading.thinking
+        opens = [one.open for one in (family, thinking) if one is not None]
+        self._in_answers = self._spelt(*opens)
+        self._in_thoughts = self._spelt(thinking.close) if thinking else ()
+        self._in_calls = self._spelt(*family.form.marks) if family else ()
         self._thinks = self._strips = reading.begun
         self._reader: Reader | None = None  # of the block of calls that is open
         self._opener = ""  # what opened it, as text, behind the space before it
@@ -82,11 +87,12 @@ class Machine:
         """Text in which markers may stand that are no tokens of their own."""
         self._buffer += text
         while True:
-            marks = self._looked_for
-            places = [(i, m) for m in marks if (i := self._buffer.find(m)) >= 0]
-            end, marker = min(places, default=(len(self._buffer), ""))
-            if not marker:
-                end -= max((_overlap(self._buffer, m) for m in marks), default=0)
+            end, marker = len(self._buffer), ""
+            if marks := self._looked_for:
+                places = [(i, m) for m in marks if (i := self._buffer.find(m)) >= 0]
+                end, marker = min(places, default=(end, ""))
+            if marks and not marker:
+                end -= max(_overlap(self._buffer, m) for m in marks)
             sure, self._buffer = self._buffer[:end], self._buffer[end:]
             if sure:
                 yield from self._plain(sure)
@@ -97,19 +103,17 @@ class Machine:
                 return
 
     @property
-    def _looked_for(self) -> list[str]:
+    def _looked_for(self) -> Sequence[str]:
         """The markers that count as text where the reply stands. A reader finds the end of its block itself: it knows
         what is within a string.
         """
-        found = list[str]()
         if self._reader is not None:
-            found += self._family.form.marks if self._family else ()
-        elif self._thinks:
-            found += [self._thinking.close] if self._thinking else []
-        else:
-            found += [self._family.open] if self._family else []
-            found += [self._thinking.open] if self._thinking else []
-        return [text for text in found if text and text not in self._marks]
+            return self._in_calls
+        return self._in_thoughts if self._thinks else self._in_answers
+
+    def _spelt(self, *texts: str) -> tuple[str, ...]:
+        """Those of the markers that are no tokens of their own."""
+        return tuple(text for text in texts if text and text not in self._marks)
 
     def _flush(self) -> Iterator[Part]:
         """What might have been a marker is none."""
@@ -165,8 +169,7 @@ class Machine:
     def _open(self, marker: str) -> None:
         """A block begins, with a marker or without."""
         assert self._family is not None
-        ends = [text for text in (self._family.close, self._family.open) if text]
-        ends = [text for text in ends if text not in self._marks]
+        ends = self._spelt(self._family.close, self._family.open)
         self._reader = self._family.form.reader(self._tools, ends, not marker)
         self._opener, self._space = self._space + self._as_text(marker), ""
 

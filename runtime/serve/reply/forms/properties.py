@@ -58,4 +58,5 @@ def is_text(schema: Any) -> bool:
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
     """The only values that a schema lets be."""
-    return schema.get("enum", [schema["const"]] if "const" in schema else None)
+    found: list[Any] | None = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return found

@@ -64,7 +64,7 @@ class _Calls(Reader):
         self._text = ""
         self._depth = 0
         self._quote, self._escaped = "", False
-        self._whole = False
+        self._sure = self._whole = False  # that it is a list of calls; that it is there
 
     def close(self) -> Iterator[Step]:
         if not self._whole:
@@ -82,7 +82,7 @@ class _Calls(Reader):
             self._text += letter
             if self._within(letter) and letter == "]":
                 yield from self._steps(text[i + 1 :])
-        if not self._whole:
+        if not self._whole and not self._sure:
             self._check_head()
 
     def _within(self, letter: str) -> bool:
@@ -111,6 +111,7 @@ class _Calls(Reader):
         named = found["name"] is None or not self._known or found["name"] in self._tools
         if (rest and not found["call"]) or (found["call"] and not named):
             raise NoCall
+        self._sure = bool(found["call"])
 
     def _steps(self, rest: str) -> Iterator[Step]:
         """The calls of a list that is whole."""
