@@ -13,6 +13,7 @@ import tokenizers
 from llguidance import LLMatcher
 
 from accel.ir.errors import InputError
+from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.model.transcript import Transcript
 from accel.runtime.serve.reply.family import families, family_of, thinking_of
@@ -431,6 +432,33 @@ def test_grammars_of_more_than_calls():
             matcher, ids = LLMatcher(vocabulary, text, log_level=0), tokenizer.encode(whole)
             taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
             assert taken is wanted, (required, several, whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "other"),
+    [
+        ({"json": {"type": "object", "maxProperties": 0}}, "{}", "{"),
+        ({"regex": 'a/b"|c\nd\\/'}, "c\nd/", "b"),
+        ({"choice": ["yes", "no"]}, "no", "n"),
+        ({"grammar": 'start: "{" b # {\nb: /[0-9]{2}/'}, "{12", "{1"),
+    ],
+)
+def test_an_answer_has_its_form_behind_reasoning(kind, wanted, other):
+    tokenizer = byte_level(marks_of("hermes"))
+    for begun, before in ((True, "hm</think>\n"), (False, "<think>hm</think>"), (False, "")):
+        reading = Reading(tokenizer, families()["hermes"], THINK, TOOLS, begun)
+        answer = StructuredOutputsParams(**kind)
+        made = grammar_of(reading, required=False, several=True, answer=answer).grammar
+        text = LLMatcher.grammar_from_lark(made)
+        assert LLMatcher.validate_grammar(text, library(tokenizer)) == "", made
+        for answered, right in (
+            (wanted, True),
+            (CALLS["hermes"].split("\n<tool_call>")[0], True),
+            (other, False),
+        ):
+            matcher = LLMatcher(library(tokenizer), text, log_level=0)
+            ids = tokenizer.encode(before + answered)
+            assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is right
 
 
 def test_tags_refuse_what_they_cannot_hold():

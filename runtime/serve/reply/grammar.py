@@ -28,7 +28,7 @@ def grammar_of(
         reading: its `tools` are those that may be called.
         required: there is a call, and nothing but calls behind the reasoning.
         several: there may be more calls than one.
-        answer: what an answer that is no call has to be; of kind "json".
+        answer: what an answer that is no call has to be.
 
     Raises:
         InputError: the family's form cannot hold a tool's schema.
@@ -94,9 +94,7 @@ def _answers(
 ) -> str:
     """The right side of a rule for what is no call, or is text before calls."""
     if answer is not None:
-        schema: Any = json.loads(answer.source)
-        schema["x-guidance"] = {"whitespace_flexible": not answer.disable_any_whitespace}
-        lines.append(f"answer: %json {json.dumps(schema)}")
+        lines.append(f"answer: {_of_kind(answer)}")
         return "answer"
     family = reading.family
     if not calls or family is None:
@@ -117,6 +115,18 @@ def _answers(
         )
     lines += [f"ANSWER: {plain}", f"before[suffix={literal(family.open)}]: {_ANY}"]
     return "ANSWER | before inner"
+
+
+def _of_kind(answer: StructuredOutputsParams) -> str:
+    """It as the right side of a rule."""
+    if answer.kind == "json":
+        schema: Any = json.loads(answer.source)
+        schema["x-guidance"] = {"whitespace_flexible": not answer.disable_any_whitespace}
+        return f"%json {json.dumps(schema)}"
+    if answer.kind == "regex":
+        slashes = re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", answer.source, flags=re.DOTALL)
+        return "/" + slashes.replace("\n", "\\n") + "/"
+    return f"%lark {{\n{answer.source}\n}}"
 
 
 def _thoughts(reading: Reading, marks: Marks, lines: list[str]) -> str:
