@@ -55,9 +55,7 @@ def byte_level(marks: Sequence[str]) -> Tokenizer:
 
 
 def marks_of(name: str) -> list[str]:
-    family = families()[name]
-    texts = [family.open, family.close, *family.form.marks, THINK.open, THINK.close]
-    return [text for text in texts if text]
+    return list(dict.fromkeys([*families()[name].markers, THINK.open, THINK.close]))
 
 
 def spelt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -104,6 +102,10 @@ CALLS = {  # two calls as each family writes them
     "hermes": (
         f'<tool_call>\n{{"name": "weather", "arguments": {A}}}\n</tool_call>\n'
         f'<tool_call>\n{{"name": "note", "arguments": {B}}}\n</tool_call>'
+    ),
+    "harmony": (
+        f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{A}<|call|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.note json<|message|>{B}<|call|>"
     ),
     "lfm2": f'<|tool_call_start|>[weather(city="Oslo", days=3), note(text="{TEXT}")]<|tool_call_end|>',
     "llama_pythonic": f'[weather(city="Oslo", days=3), note(text="{TEXT}")]',
@@ -279,12 +281,46 @@ def test_reasoning_that_the_prompt_began():
     )
 
 
+def test_channels():
+    """What each header says, with its markers as tokens and as text; a header that is not whole says nothing."""
+    whole = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>Look. <|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.note<|message|>{B}<|end|>"
+        "<|start|>assistant<|channel|>final<|message|> Yes <b>"
+    )
+    for marks in (marks_of("harmony"), []):
+        tokenizer = byte_level(marks)
+        reading = Reading(tokenizer, families()["harmony"], None, TOOLS)
+        for more in ("", "<|return|>", "<|start|>assi"):
+            found = told(read(tokenizer, reading, tokenizer.encode(whole + more)))
+            assert found == ("hm", "Look.\n\nYes <b>", [("note", B)], "tool_calls")
+        answer = grammar_of(
+            reading, required=False, several=True, answer=StructuredOutputsParams(choice=["a"])
+        )
+        text = LLMatcher.grammar_from_lark(answer.grammar)
+        for written, right in (
+            ("<|channel|>final<|message|>a", True),
+            (
+                "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>final<|message|>a",
+                True,
+            ),
+            ("<|channel|>final<|message|>b", False),
+            ("a", False),
+        ):
+            matcher, ids = (
+                LLMatcher(library(tokenizer), text, log_level=0),
+                tokenizer.encode(written),
+            )
+            assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is right
+
+
 def test_templates_show_their_family():
     tools = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     for name, source in {
         "hermes": "within <tool_call></tool_call> XML tags",
         "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=a>",
         "mistral": "[TOOL_CALLS] [",
+        "harmony": "<|start|>assistant<|channel|>final<|message|>",
         "lfm2": "List of tools: <|tool_list_start|>[",
         "llama_pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]",
         "mistral_args": "'[TOOL_CALLS]' + name + '[ARGS]'",
@@ -333,7 +369,8 @@ def test_what_the_grammar_lets_come_is_a_call(name):
             )
             grammar = grammar_of(reading, required=True, several=False, answer=None).grammar
             for _ in range(3):
-                ids = walk(tokenizer, grammar, rng, 4000)
+                while len(ids := walk(tokenizer, grammar, rng, 1500)) == 1500:
+                    pass  # thoughts that do not end
                 _, text, calls, reason = told(read(tokenizer, reading, ids))
                 assert text == "" and reason == "tool_calls", tokenizer.decode(ids)
                 ((called, arguments),) = parsed(calls)
@@ -388,7 +425,11 @@ def test_no_reply_breaks_the_machine(name):
                 read(tokenizer, reading, ids, rng.choice(("stop", "length")))
             )
             assert reason != "tool_calls" or calls
-            assert calls or any(t.endswith("end of it") for t in (reasoning, said)), (i, text)
+            assert (
+                calls
+                or families()[name].header
+                or any(t.endswith("end of it") for t in (reasoning, said))
+            ), (i, text)
 
 
 def test_random_tokens_are_no_call():

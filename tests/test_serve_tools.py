@@ -27,6 +27,7 @@ HERMES = """{%- for tool in tools or [] %}{{ tool | tojson }}
 {#- </think> #}"""
 MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ messages[-1].content }}
 {# [TOOL_CALLS] #}"""
+HARMONY = "{{ messages[-1].content }}{# <|start|><|channel|><|message|> #}"
 NO_TOOLS = "{{ 'the word tools' }} tools {{ messages[-1].content }}"
 UNKNOWN = "{{ tools }}{{ messages[-1].content }}"
 WEATHER = {
@@ -82,6 +83,7 @@ def served(tmp_path_factory):
         stack.callback(engine.close, drain=False)
         scripted = Scripted(engine)
         templates = {"hermes": None, "mistral": MISTRAL, "plain": NO_TOOLS, "unknown": UNKNOWN}
+        templates["harmony"] = HARMONY
         found = [Served(name, model, scripted, text) for name, text in templates.items()]
         running = stack.enter_context(serve_case.listening(found))
         running.engine = scripted
@@ -271,6 +273,17 @@ def test_reasoning(client, say, served):
     assert both(client)[0].content == "<think>a</think>b"
 
 
+def test_channels_without_tools(client, say):
+    """Each message says in its header what it is; an answer of a form is the last one."""
+    say("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.")
+    message, reason = both(client, model="harmony", tools=openai.omit)
+    assert (message.content, message.reasoning_content, reason) == ("Yes.", "hm", "stop")
+    say("<|channel|>final<|message|>", '{"a": 1}')
+    form = {"type": "json_object"}
+    message, _ = both(client, model="harmony", tools=openai.omit, response_format=form)
+    assert message.content == '{"a": 1}'
+
+
 def test_an_answer_of_a_form_beside_tools(client):
     """With tools and reasoning the answer is JSON still."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
@@ -341,7 +354,7 @@ BAD = [  # fields that are changed, the field that the error names, and words of
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
     ({"functions": [{}]}, "functions", "not supported"),
     ({"model": "plain"}, "tools", "knows no tools"),
-    ({"model": "unknown"}, "tools", "is not known (known: hermes, "),
+    ({"model": "unknown"}, "tools", "is not known (known: harmony, hermes, "),
     (history(arguments="{a"), "messages", "messages[1].tool_calls[0].function.arguments is no JSON"),
     (history(arguments="[]"), "messages", "is no JSON object"),
     (history(name=None), "messages", "messages[1].tool_calls[0] is no call"),

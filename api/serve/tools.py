@@ -53,7 +53,8 @@ class Calling:
         """What the reply has to be; `answer`: what an answer without a call has to be. Raises ApiError."""
         held = self.required or any(tool.strict for tool in self.tools)
         held = held or bool(self.tools and not self.several)
-        if not held and (answer is None or not (self.tools or self.thinking)):
+        plain = not (self.tools or self.thinking or (self.family and self.family.header))
+        if not held and (answer is None or plain):
             return answer
         try:
             return grammar_of(reading, required=self.required, several=self.several, answer=answer)
@@ -68,18 +69,19 @@ def calling(asked: ChatRequest, served: Served) -> Calling:
     if choice == "none":
         shown, tools = [], []
     source = _template(served, bool(shown))
-    family = None
+    family = family_of(source)
     if shown:
         if not _knows_tools(source):
             raise _refused(
                 "this model's chat template knows no tools; serve with a --chat-template that does"
             )
-        family = family_of(source)
         if family is None:
             raise _refused(
                 "this model's chat template writes calls in a way that is not known "
                 f"(known: {', '.join(families())}); leave tools out, or serve with another --chat-template"
             )
+    elif family is not None and family.header is None:
+        family = None  # no calls are looked for
     named = choice not in (None, *_CHOICES)
     return Calling(
         shown or None,

@@ -16,6 +16,26 @@ from accel.runtime.serve.reply.forms import Form
 
 
 @dataclass(frozen=True)
+class Header:
+    """What the messages of a reply begin with, where each says what it is: `opens` header `close` text `ends`.
+
+    Attributes:
+        thinks: a word in the header of reasoning.
+        answers: the header of an answer.
+        calls: in the header of a call, what stands before the tool's name.
+        again: text between the marker that begins a further message and the one that begins its header.
+    """
+
+    opens: tuple[str, ...]
+    close: str
+    ends: tuple[str, ...]
+    thinks: str
+    answers: str
+    calls: str
+    again: str
+
+
+@dataclass(frozen=True)
 class Family:
     """How calls are written: blocks `open begin call (between call)* end close`.
 
@@ -29,6 +49,7 @@ class Family:
         apart: text between blocks.
         bare: what a block without `open` begins with, where the reply begins with it too, and is one block; "": each
             has `open`.
+        header: of messages, where a block is one; `open` is the last of its `opens` then.
         id_size: characters of a call's id, where templates ask for so many; 0: any.
     """
 
@@ -42,6 +63,14 @@ class Family:
     apart: str = ""
     bare: str = ""
     id_size: int = 0
+    header: Header | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All of them."""
+        header = self.header
+        more = (*header.opens, header.close, *header.ends) if header else ()
+        return tuple(text for text in (self.open, self.close, *self.form.marks, *more) if text)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def _calls(reading: Reading, family: Family, marks: Marks, several: bool, lines:
         inner = f"call ({literal(family.between)} call)*"
     lines.append(f"inner: {begin} {inner} {end} {marks(family.close) if family.close else ''}")
     lines.append(f"block: {opens} inner")
-    again = several and not family.between and not family.bare
+    again = several and not (family.between or family.bare or family.header)
     lines.append(f"calls: block ({literal(family.apart)} block)*" if again else "calls: block")
     return "calls"
 
@@ -93,10 +93,14 @@ def _answers(
     lines: list[str],
 ) -> str:
     """The right side of a rule for what is no call, or is text before calls."""
+    family = reading.family
+    if family is not None and (header := family.header) is not None:
+        head = f"{marks(family.open)} {literal(header.answers)} {marks(header.close)}"
+        lines.append(f"answer: {head} {_ANY if answer is None else _of_kind(answer)}")
+        return "answer"
     if answer is not None:
         lines.append(f"answer: {_of_kind(answer)}")
         return "answer"
-    family = reading.family
     if not calls or family is None:
         lines.append(f"answer: {_ANY}")
         return "answer"
@@ -131,7 +135,16 @@ def _of_kind(answer: StructuredOutputsParams) -> str:
 
 def _thoughts(reading: Reading, marks: Marks, lines: list[str]) -> str:
     """What may come before all else: reasoning, to its end where the prompt has begun it."""
-    thinking = reading.thinking
+    thinking, family = reading.thinking, reading.family
+    if thinking is None and family is not None and (header := family.header) is not None:
+        end, again = header.ends[0], f"{marks(header.opens[0])} {literal(header.again)}"
+        thought = f"{_ANY} {marks(end)}"
+        if end not in reading.marks:
+            lines.append(f"thought[suffix={literal(end)}]: {_ANY}")
+            thought = "thought"
+        head = f"{marks(family.open)} {literal(header.thinks)} {marks(header.close)}"
+        lines.append(f"thoughts: {head} {thought} {again}")
+        return "thoughts? "
     if thinking is None:
         return ""
     if thinking.close in reading.marks:

@@ -6,13 +6,14 @@ other marker counts as its text.
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.serve.reply.family import Family, Thinking
+from accel.runtime.serve.reply.family import Family, Header, Thinking
 from accel.runtime.serve.reply.forms import Begin, End, NoCall, Reader, Step, Tool
 from accel.runtime.serve.reply.parts import Finish, Part, Reasoning, Text, ToolCall
 from accel.runtime.serve.request import Event, Usage
@@ -38,7 +39,7 @@ class Reading:
         """The markers that are tokens of their own, with their ids."""
         texts = list[str]()
         if self.family is not None:
-            texts += [self.family.open, self.family.close, *self.family.form.marks]
+            texts += self.family.markers
         if self.thinking is not None:
             texts += [self.thinking.open, self.thinking.close]
         added = self.tokenizer.added
@@ -55,9 +56,12 @@ class Machine:
         self._marks = reading.marks
         self._names = {number: text for text, number in self._marks.items()}
         family, thinking = reading.family, reading.thinking
+        self._header = header = family.header if family else None
+        self._head: str | None = None  # of the header that is open
+        heads = (*header.opens, header.close, *header.ends) if header else ()
         opens = [one.open for one in (family, thinking) if one is not None]
-        self._in_answers = self._spelt(*opens)
-        self._in_thoughts = self._spelt(thinking.close) if thinking else ()
+        self._in_answers = self._spelt(*opens, *heads)
+        self._in_thoughts = self._spelt(thinking.close if thinking else "", *heads)
         self._in_calls = self._spelt(*family.form.marks) if family else ()
         self._thinks = self._strips = reading.begun
         self._reader: Reader | None = None  # of the block of calls that is open
@@ -65,6 +69,7 @@ class Machine:
         self._buffer = ""  # may be the beginning of a marker
         self._space = ""  # means nothing where a call or the end of reasoning follows
         self._first = True  # nothing of the answer came
+        self._said = False  # there is text
         self._calls = 0
         self._call = ("", "")  # its id and name
 
@@ -124,7 +129,14 @@ class Machine:
 
     def _marker(self, marker: str) -> Iterator[Part]:
         family, thinking, reader = self._family, self._thinking, self._reader
-        if thinking and self._thinks and marker == thinking.close:
+        header = self._header
+        if header and marker in (*header.opens, *header.ends):
+            yield from self._close()
+            self._head = f"{self._head or ''} " if marker in header.opens else None
+            self._thinks, self._strips, self._space = False, True, ""
+        elif header and self._head is not None and marker == header.close:
+            yield from self._message(header, self._head)
+        elif thinking and self._thinks and marker == thinking.close:
             self._thinks, self._strips, self._space = False, True, ""
         elif thinking and not self._thinks and reader is None and marker == thinking.open:
             self._thinks, self._strips, self._space = True, True, ""
@@ -138,19 +150,35 @@ class Machine:
         elif text := self._as_text(marker):
             yield from self._plain(text)
 
+    def _message(self, header: Header, head: str) -> Iterator[Part]:
+        """A header is whole: what follows is what it says."""
+        self._head = None
+        _, called, rest = head.partition(header.calls)
+        if not called:
+            self._thinks = header.thinks in head.split()
+            self._space = "\n\n" if self._said and not self._thinks else ""
+            return
+        self._open(header.close)
+        reader = self._reader
+        assert reader is not None
+        yield from self._read(lambda: reader.push(re.split(r"[\s<]", rest, maxsplit=1)[0]))
+        if self._reader is not None:
+            yield from self._read(lambda: reader.mark(header.close))
+
     def _as_text(self, marker: str) -> str:
         return "" if self._marks.get(marker) in self._reading.tokenizer.special else marker
 
     def _plain(self, text: str) -> Iterator[Part]:
         """Text without markers, of whatever the reply is at."""
+        if self._head is not None:
+            self._head += text
+            return
         if (reader := self._reader) is not None:
             yield from self._read(lambda: reader.push(text))
             if reader.ended is not None:
                 marker, rest = reader.ended
                 self._buffer = rest + self._buffer
-                yield from self._close(marker)
-                if self._family is not None and marker == self._family.open:
-                    self._open(marker)
+                yield from self._marker(marker)
             return
         text = self._space + (text.lstrip() if self._strips else text)
         family = self._family
@@ -164,12 +192,15 @@ class Machine:
         if sure:
             self._strips = False
             self._first = self._first and self._thinks
+            self._said = self._said or not self._thinks
             yield Reasoning(sure) if self._thinks else Text(sure)
 
     def _open(self, marker: str) -> None:
         """A block begins, with a marker or without."""
         assert self._family is not None
-        ends = self._spelt(self._family.close, self._family.open)
+        header = self._header
+        ends = (*header.opens, *header.ends) if header else (self._family.close, self._family.open)
+        ends = self._spelt(*ends)
         self._reader = self._family.form.reader(self._tools, ends, not marker)
         self._opener, self._space = self._space + self._as_text(marker), ""
 

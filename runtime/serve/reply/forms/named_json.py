@@ -23,15 +23,17 @@ _LONGEST = 200  # characters of a name
 
 @dataclass(frozen=True)
 class NamedJson(Form):
-    """`between`: what stands between a name and its arguments."""
+    """`between`: what stands between a name and its arguments; `note`: what stands before that, and means nothing."""
 
     between: str
+    note: tuple[str, ...] = ()
 
     def reader(self, tools: Mapping[str, Tool], ends: Sequence[str], known: bool) -> Reader:
         return _Named(tools, ends, known)
 
     def rule(self, tool: Tool, marks: Marks) -> str:
-        return f"{literal(tool.name)} {marks(self.between)} {json_rule(tool.schema)}"
+        head = " ".join(marks(text) for text in (*self.note, self.between))
+        return f"{literal(tool.name)} {head} {json_rule(tool.schema)}"
 
     @property
     def marks(self) -> tuple[str, ...]:
