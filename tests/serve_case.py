@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,17 +24,42 @@ TEMPLATE = (
 )
 
 
-def build(folder: Path, recipe: Any = "base", **options: Any) -> Path:
-    """The bundled model's artifact, with a chat template."""
+def build(
+    folder: Path,
+    recipe: Any = "base",
+    template: str = TEMPLATE,
+    marks: Sequence[str] = (),
+    **options: Any,
+) -> Path:
+    """The bundled model's artifact, with a chat template; `marks`: texts that are tokens in place of its last ones."""
     model = folder / "model"
     if not model.exists():
         model.mkdir(parents=True)
         for file in reference().iterdir():
             if file.suffix in (".json", ".safetensors"):
                 (model / file.name).symlink_to(file)
-        (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+        (model / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if marks:
+        data = json.loads((reference() / "tokenizer.json").read_text(encoding="utf-8"))
+        (model / "tokenizer.json").unlink()
+        (model / "tokenizer.json").write_text(json.dumps(marked(data, marks)), encoding="utf-8")
     accel.optimize(model, recipe, out=folder / "artifact", verify=False, **options).close()
     return folder / "artifact"
+
+
+def marked(data: dict[str, Any], marks: Sequence[str]) -> dict[str, Any]:
+    """A tokenizer.json whose last merges give way to added tokens, of which those in brackets are special."""
+    vocabulary, merges = data["model"]["vocab"], data["model"]["merges"]
+    names = sorted(vocabulary, key=vocabulary.get)[-len(marks) :]
+    assert {"".join(one) for one in merges[-len(marks) :]} == {*names}
+    del merges[-len(marks) :]
+    for name, mark in zip(names, marks, strict=True):
+        number = vocabulary[mark] = vocabulary.pop(name)
+        told = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        data["added_tokens"].append(
+            {"id": number, "content": mark, **told, "special": mark.startswith("[")}
+        )
+    return data
 
 
 @dataclass
@@ -71,6 +97,13 @@ def running(
             engine = Engine(model, max_waiting=waiting)
             stack.callback(engine.close, drain=False)
             found.append(Served(path.name, model, engine))
+        yield stack.enter_context(listening(found, drain=drain, **options))
+
+
+@contextmanager
+def listening(found: Sequence[Served], *, drain: float = 20.0, **options: Any) -> Iterator[Running]:
+    """A server of what is open; `options` of `application`."""
+    with ExitStack() as stack:
         listener = stack.enter_context(bound("127.0.0.1", 0))
         made = server(application(Models(found), **options), drain)
         thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -325,12 +325,24 @@ def test_models(client, model):
         client.models.retrieve("artefact")
 
 
+def test_one_model_needs_no_name(http):
+    for path, asked in (
+        ("completions", {"prompt": PROMPT}),
+        ("chat/completions", {"messages": TALK}),
+    ):
+        named = http.post(f"/v1/{path}", json={**GREEDY, **asked}).json()
+        for more in ({}, {"model": None}):
+            bare = {key: value for key, value in GREEDY.items() if key != "model"}
+            found = http.post(f"/v1/{path}", json={**bare, **asked, **more}).json()
+            assert found["model"] == "artifact" and found["choices"] == named["choices"]
+
+
 def form(schema):
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 BAD = [  # fields that are changed, the status, the field that the error names, and words of it
-    ({"model": None}, 400, "model", "valid string"),
+    ({"model": 5}, 400, "model", "valid string"),
     ({"model": "artefact"}, 404, "model", "did you mean 'artifact'"),
     ({"model": "\ud800"}, 404, "model", "known: artifact"),
     ({"prompt": 5.5}, 400, "prompt", "give text, token ids"),

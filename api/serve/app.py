@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from accel.ir.errors import AccelError
 from accel.runtime.serve.engine import Ticket
+from accel.runtime.serve.reply.machine import Machine
 from accel.serve import errors, requests
 from accel.serve.errors import ApiError
 from accel.serve.events import Events, Live
@@ -95,12 +96,13 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
         assert served.model.tokenizer is not None, "the command refuses models without"
         wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         reply = kind(
-            asked.model,
+            asked.model or served.name,
             served.model.tokenizer,
             top=requests.top(asked),
             usage=wants_usage,
         )
-        made = _Made(Events(tickets), tickets, len(found.prompts), reply, clock)
+        choices = [Choice(Machine(found.reading)) for _ in tickets]
+        made = _Made(Events(tickets), tickets, choices, len(found.prompts), reply, clock)
         live.add(made.events)
         if asked.stream:
             chunks, on_end = made.chunks(wants_usage), partial(live.remove, made.events)
@@ -138,36 +140,33 @@ def _guard(app: FastAPI, metrics: Metrics, key: str | None, limits: Limits) -> N
 
 @dataclass(frozen=True)
 class _Made:
-    """The texts of a request, whole or as they come."""
+    """The replies to a request, whole or as they come."""
 
     events: Events
     tickets: list[Ticket]
+    choices: list[Choice]
     prompts: int
     reply: Reply
     clock: Clock
 
     async def whole(self) -> dict[str, Any]:
         """Once all have ended."""
-        choices = [Choice() for _ in self.tickets]
         async for i, event in self.events:
             self.clock.token()
-            choices[i].take(event)
+            self.choices[i].take(event, self.tickets[i].usage)
         self.clock.end()
-        return self.reply.whole(choices, self.tickets, self.prompts)
+        return self.reply.whole(self.choices, self.tickets, self.prompts)
 
     async def chunks(self, usage: bool) -> AsyncIterator[dict[str, Any]]:
         """As they come; `usage`: with a chunk for it at the end."""
-        choices = [Choice() for _ in self.tickets]
-        for i in range(len(choices)):
+        for i in range(len(self.choices)):
             if (first := self.reply.first(i)) is not None:
                 yield first
         async for i, event in self.events:
             self.clock.token()
-            scores = choices[i].take(event)
-            if event.text or scores:
-                yield self.reply.piece(i, event.text, scores)
-            if event.finish is not None:
-                yield self.reply.last(i, event.finish)
+            parts, scores = self.choices[i].take(event, self.tickets[i].usage)
+            for piece in self.reply.pieces(i, parts, scores):
+                yield piece
         self.clock.end()
         if usage:
             yield self.reply.total(self.tickets, self.prompts)

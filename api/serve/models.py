@@ -91,8 +91,13 @@ class Models:
             if names.count(name) > 1:
                 raise InputError(f"two artifacts are named {name}; rename the folder of one")
 
-    def find(self, name: str) -> tuple[Served, str | None]:
-        """A model and the adapter to use. Raises ApiError 404."""
+    def find(self, name: str | None) -> tuple[Served, str | None]:
+        """A model and the adapter to use; None: the only model. Raises ApiError: 404; 400 for None of several."""
+        if name is None:
+            if len(self.served) == 1:
+                return self.served[0], None
+            ids = ", ".join(one.name for one in self.served)
+            raise ApiError(400, f"model is missing; give one of {ids}", param="model")
         for one in self.served:
             if name in (names := one.names):
                 return one, names[name]

@@ -12,6 +12,7 @@ from accel.runtime.inputs.prompts import as_prompts, items_of
 from accel.runtime.inputs.text import Tokenizer
 from accel.serve.errors import ApiError
 from accel.serve.models import Served
+from accel.serve.tools import told
 
 PER_TOKEN = 16  # characters of a text that is looked at first, for each token of the context
 _TAKEN = {*inspect.signature(Tokenizer.apply_chat_template).parameters, "config"}
@@ -35,9 +36,12 @@ def of_completion(prompt: Any, served: Served) -> list[Ints]:
 
 
 def of_chat(
-    messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, served: Served
-) -> Ints:
-    """The prompt [n] that the template makes of messages. Raises ApiError, AccelError."""
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None,
+    served: Served,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[Ints, str]:
+    """The prompt [n] that the template makes of messages, and its text. Raises ApiError, AccelError."""
     if wrong := sorted((_TAKEN - _VARIABLES) & {*(variables or {})}):
         raise ApiError(
             400,
@@ -48,14 +52,14 @@ def of_chat(
     tokenizer = served.model.tokenizer
     assert tokenizer is not None, "the command refuses models without"
     try:
-        given = {**(variables or {}), "chat_template": served.chat_template}
+        given = {**(variables or {}), "chat_template": served.chat_template, "tools": tools}
         text = tokenizer.apply_chat_template(plain, tokenize=False, **given)
         _check_length(text, served, "messages")
         ids = tokenizer.encode(text, special=False)
     except InputError as error:
         raise ApiError(400, str(error), param="messages") from None
     (found,) = _checked(ids, served, "messages")
-    return found
+    return found, text
 
 
 def _check_length(text: str, served: Served, param: str) -> None:
@@ -79,13 +83,14 @@ def _check_length(text: str, served: Served, param: str) -> None:
 
 def _plain(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     """A message whose parts of text are one text, as most templates want it. Raises ApiError."""
+    message = told(message, i)
     content = message.get("content")
     if not isinstance(content, list):
         if content is not None and not isinstance(content, str):
             raise ApiError(
                 400, f"messages[{i}].content is no text and no list of parts", param="messages"
             )
-        return dict(message)
+        return message
     for part in content:
         if not (
             isinstance(part, dict)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.serve.engine import Event, Ticket
+from accel.runtime.serve.engine import Event, Ticket, Usage
+from accel.runtime.serve.reply.machine import Machine
+from accel.runtime.serve.reply.parts import Finish, Part, Reasoning, Text, ToolCall
 
 Object = dict[str, Any]
 
@@ -28,19 +30,33 @@ class Score:
 
 @dataclass
 class Choice:
-    """A text so far; `scores`: of each token, where they were asked for."""
+    """A reply so far: what its `machine` reads. `calls`: each as its parts; `scores`: of each token, where they were
+    asked for.
+    """
 
+    machine: Machine
     text: str = ""
+    reasoning: str = ""
+    calls: list[list[ToolCall]] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     finish: str | None = None
 
-    def take(self, event: Event) -> list[Score]:
-        """An event more; the scores that it brings."""
+    def take(self, event: Event, usage: Usage) -> tuple[list[Part], list[Score]]:
+        """An event more: the parts and the scores that it brings."""
         fresh = [] if event.logprobs is None else [Score(event.logprobs, len(self.text))]
         self.scores += fresh
-        self.text += event.text
-        self.finish = event.finish
-        return fresh
+        parts = list(self.machine.take(event, usage))
+        for part in parts:
+            if isinstance(part, Text):
+                self.text += part.text
+            elif isinstance(part, Reasoning):
+                self.reasoning += part.text
+            elif isinstance(part, ToolCall):
+                self.calls += [] if part.arguments else [[]]
+                self.calls[part.index].append(part)
+            else:
+                self.finish = part.reason
+        return parts, fresh
 
 
 class Reply(ABC):
@@ -60,7 +76,7 @@ class Reply(ABC):
     def whole(self, choices: Sequence[Choice], tickets: Sequence[Ticket], prompts: int) -> Object:
         """All of it at once; `prompts`: how many the tickets are of."""
         told = [
-            {"index": i, **self._text(one.text), **self._logprobs(one.scores), "finish_reason": one.finish}
+            {"index": i, **self._reply(one), **self._logprobs(one.scores), "finish_reason": one.finish}
             for i, one in enumerate(choices)
         ]  # fmt: skip
         return {**self._object(self.whole_object, told), "usage": usage(tickets, prompts)}
@@ -69,13 +85,17 @@ class Reply(ABC):
         """What begins the stream of a choice; None: nothing."""
         return None
 
-    def piece(self, index: int, text: str, scores: Sequence[Score]) -> Object:
-        """More of a choice."""
-        return self._chunk(index, self._delta(text), self._logprobs(scores), None)
-
-    def last(self, index: int, finish: str) -> Object:
-        """What ends a choice."""
-        return self._chunk(index, self._end, {"logprobs": None}, finish)
+    def pieces(
+        self, index: int, parts: Sequence[Part], scores: Sequence[Score]
+    ) -> Iterator[Object]:
+        """More of a choice, and its end; the scores go with the first piece."""
+        more = [part for part in parts if not isinstance(part, Finish)]
+        for one in more or ([Text("")] if scores else []):
+            yield self._chunk(index, self._delta(one), self._logprobs(scores), None)
+            scores = []
+        for part in parts:
+            if isinstance(part, Finish):
+                yield self._chunk(index, self._end, {"logprobs": None}, part.reason)
 
     def total(self, tickets: Sequence[Ticket], prompts: int) -> Object:
         """The chunk of the usage."""
@@ -106,12 +126,12 @@ class Reply(ABC):
         """The part of the last chunk that would hold text."""
 
     @abstractmethod
-    def _text(self, text: str) -> Object:
-        """The part of a choice that holds all text."""
+    def _reply(self, choice: Choice) -> Object:
+        """The part of a choice that holds all of the reply."""
 
     @abstractmethod
-    def _delta(self, text: str) -> Object:
-        """The part of a chunk that holds more text."""
+    def _delta(self, part: Reasoning | Text | ToolCall) -> Object:
+        """The part of a chunk that holds more of it."""
 
     @abstractmethod
     def _scores(self, scores: Sequence[Score], top: int) -> Object:
@@ -127,11 +147,12 @@ class CompletionReply(Reply):
     def _end(self) -> Object:
         return {"text": ""}
 
-    def _text(self, text: str) -> Object:
-        return {"text": text}
+    def _reply(self, choice: Choice) -> Object:
+        return {"text": choice.text}
 
-    def _delta(self, text: str) -> Object:
-        return {"text": text}
+    def _delta(self, part: Reasoning | Text | ToolCall) -> Object:
+        assert isinstance(part, Text), "completions are read as text"
+        return {"text": part.text}
 
     def _scores(self, scores: Sequence[Score], top: int) -> Object:
         named = [self._named(one.logprobs) for one in scores]
@@ -165,11 +186,30 @@ class ChatReply(Reply):
             index, {"delta": {"role": "assistant", "content": ""}}, {"logprobs": None}, None
         )
 
-    def _text(self, text: str) -> Object:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _reply(self, choice: Choice) -> Object:
+        said: Object = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            said["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            said["content"] = choice.text or None
+            said["tool_calls"] = [self._call(parts) for parts in choice.calls]
+        return {"message": said}
 
-    def _delta(self, text: str) -> Object:
-        return {"delta": {"content": text}}
+    @staticmethod
+    def _call(parts: Sequence[ToolCall]) -> Object:
+        arguments = "".join(part.arguments for part in parts)
+        function = {"name": parts[0].name, "arguments": arguments}
+        return {"id": parts[0].id, "type": "function", "function": function}
+
+    def _delta(self, part: Reasoning | Text | ToolCall) -> Object:
+        if isinstance(part, Text):
+            return {"delta": {"content": part.text}}
+        if isinstance(part, Reasoning):
+            return {"delta": {"reasoning_content": part.text}}
+        more: Object = {"function": {"arguments": part.arguments}}
+        if not part.arguments:
+            more = self._call([part])
+        return {"delta": {"tool_calls": [{"index": part.index, **more}]}}
 
     def _scores(self, scores: Sequence[Score], top: int) -> Object:
         content = []

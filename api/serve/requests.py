@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accel.ir.errors import InputError
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.serve.engine import Request, Ticket
-from accel.serve import prompts
+from accel.runtime.serve.reply.machine import Reading
+from accel.serve import prompts, tools
 from accel.serve.errors import ApiError, of_exception
 from accel.serve.models import Served
 from accel.serve.schemas import ChatRequest, CompletionRequest, Generation, ResponseFormat
@@ -23,22 +25,29 @@ _BAN = -100.0  # the least bias of OpenAI's: the token never comes
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompts of a request [n], and how many samples of each: choice i is of prompt i // samples."""
+    """The prompts of a request [n], and how many samples of each: choice i is of prompt i // samples. `reading`: how
+    they are read; `guide`: what they have to be.
+    """
 
     prompts: Sequence[Ints]
     samples: int
     asked: Generation
     served: Served
     adapter: str | None
+    reading: Reading
+    guide: StructuredOutputsParams | None
 
     def submit(self) -> list[Ticket]:
         """Give all choices to the engine, or none. Raises Full, ApiError, AccelError."""
         tickets: list[Ticket] = []
         try:
-            params = _params(self.asked, self.served)
+            params = _params(self.asked, self.served, self.guide)
+            marks = frozenset(self.reading.marks.values())
             for prompt in self.prompts:
                 for sample in range(self.samples):
-                    request = Request(prompt, params, adapter=self.adapter, sample=sample)
+                    request = Request(
+                        prompt, params, adapter=self.adapter, sample=sample, marks=marks
+                    )
                     tickets.append(self.served.engine.submit(request))
         except BaseException as error:
             for ticket in tickets:
@@ -60,20 +69,32 @@ def of_completion(asked: CompletionRequest, served: Served, adapter: str | None)
         raise _unsupported("best_of")
     samples = _samples(asked, served)
     _check_texts(prompts.count(asked.prompt) * samples, served)
-    return Asked(prompts.of_completion(asked.prompt, served), samples, asked, served, adapter)
+    found = prompts.of_completion(asked.prompt, served)
+    assert served.model.tokenizer is not None, "the command refuses models without"
+    reading, guide = Reading(served.model.tokenizer), _structured(asked.response_format)
+    return Asked(found, samples, asked, served, adapter, reading, guide)
 
 
 def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
     """Raises ApiError, AccelError."""
-    for name in ("tools", "functions"):
-        if getattr(asked, name):
-            raise _unsupported(name)
+    if asked.functions:
+        raise _unsupported("functions")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
     samples = _samples(asked, served)
     _check_texts(samples, served)
-    found = prompts.of_chat(asked.messages, asked.chat_template_kwargs, served)
-    return Asked([found], samples, asked, served, adapter)
+    calling = tools.calling(asked, served)
+    effort: dict[str, Any] = {}
+    if asked.reasoning_effort is not None:
+        effort["reasoning_effort"] = asked.reasoning_effort
+    if asked.reasoning_effort == "none":
+        effort["enable_thinking"] = False
+    variables = {**effort, **(asked.chat_template_kwargs or {})}
+    found, text = prompts.of_chat(asked.messages, variables, served, calling.shown)
+    thinking = calling.thinking
+    reading = calling.reading(served, bool(thinking and text.rstrip().endswith(thinking.open)))
+    guide = calling.guide(reading, _structured(asked.response_format))
+    return Asked([found], samples, asked, served, adapter, reading, guide)
 
 
 def top(asked: Generation) -> int | None:
@@ -121,9 +142,9 @@ def _full_context(prompts: Sequence[Ints], served: Served) -> bool:
 
 def _in_their_words(error: InputError, asked: Generation) -> ApiError:
     """An error of the options, with the names of the request's fields."""
-    text = str(error)
+    text, tooled = str(error), isinstance(asked, ChatRequest) and asked.tools
     for own, theirs in (
-        ("structured_outputs", "response_format"),
+        ("structured_outputs", "tools" if tooled else "response_format"),
         ("max_tokens", "max_completion_tokens"),
     ):
         if text.startswith(own) and getattr(asked, theirs, None) is not None:
@@ -131,7 +152,9 @@ def _in_their_words(error: InputError, asked: Generation) -> ApiError:
     return of_exception(error, type(asked).model_fields)
 
 
-def _params(asked: Generation, served: Served) -> SamplingParams:
+def _params(
+    asked: Generation, served: Served, guide: StructuredOutputsParams | None
+) -> SamplingParams:
     """The options of each text. Raises InputError, ApiError."""
     limit = asked.max_tokens
     if isinstance(asked, ChatRequest):
@@ -155,7 +178,7 @@ def _params(asked: Generation, served: Served) -> SamplingParams:
         ignore_eos=bool(asked.ignore_eos),
         logprobs=top(asked),
         logit_bias=_bias(asked.logit_bias),
-        structured_outputs=_structured(asked.response_format),
+        structured_outputs=guide,
     )
 
 

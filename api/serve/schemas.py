@@ -36,7 +36,7 @@ class ResponseFormat(Schema):
 class Generation(Schema):
     """The options of both kinds of request; None: not given. Those after `response_format` are vLLM's."""
 
-    model: str
+    model: str | None = None  # the one that is served
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -74,5 +74,8 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -65,7 +65,7 @@ def render(
             "tools are not all JSON schemas; give a list of dicts (transformers.utils.get_json_schema makes one of "
             "a Python function)"
         )
-    source = _chosen(config, chat_template, tools)
+    source = template_of(config, chat_template, tools)
     theirs = source in config.templates.values()
     act = "give a prompt of plain text or token ids" if theirs else "correct it"
     wrong: type[AccelError] = ArtifactError if theirs else InputError
@@ -109,7 +109,7 @@ def check_template(config: TokenizerConfig, chat_template: str | None) -> None:
     rendered.
     """
     try:
-        _compiled(_chosen(config, chat_template, None))
+        _compiled(template_of(config, chat_template, None))
     except TemplateSyntaxError as error:
         raise InputError(
             f"the chat template is no Jinja template: line {error.lineno}: {error.message}; correct it"
@@ -130,8 +130,8 @@ def _check_messages(messages: Any) -> None:
             )
 
 
-def _chosen(config: TokenizerConfig, asked: str | None, tools: Any) -> str:
-    """The source of the template that was asked for: by its name, as text, or none."""
+def template_of(config: TokenizerConfig, asked: str | None, tools: Any) -> str:
+    """The source of the template that was asked for: by its name, as text, or none. Raises InputError."""
     known = config.templates
     if asked is not None:
         if asked not in known and "{" not in asked:

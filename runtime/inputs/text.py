@@ -62,6 +62,9 @@ class Tokenizer:
         self.special = frozenset(
             i for i, token in self._inner.get_added_tokens_decoder().items() if token.special
         )
+        self.added: dict[str, int] = {
+            token.content: i for i, token in self._inner.get_added_tokens_decoder().items()
+        }
         part = self._inner.decoder
         decoder = None if part is None else json.loads(part.__getstate__())
         parts = (decoder or {}).get("decoders", [decoder])

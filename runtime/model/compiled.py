@@ -379,9 +379,10 @@ class CompiledModel:
         encoder_input: Any = None,
         adapter: str | None = None,
         sample: int = 0,
+        marks: frozenset[int] = frozenset(),
     ) -> Prepared:
         """One sample of one prompt, checked before any work, for an engine (`accel.runtime.serve`); arguments as of
-        `generate`. `sample`: which of the samples of this seed. Raises InputError.
+        `generate`. `sample`: which of the samples of this seed; `marks`: see `Transcript`. Raises InputError.
         """
         if params.n != 1:
             raise InputError(
@@ -389,7 +390,7 @@ class CompiledModel:
             )
         as_count(sample, "sample", 0)
         sources, prompt = sources_of(encoder_input, prompt, self.facts, self.tokenizer)
-        samples = self._samples(prompt, params)
+        samples = self._samples(prompt, params, marks)
         if len(samples) != 1:
             raise InputError(f"a request has one prompt, not {len(samples)}; give each its own")
         if sample:
@@ -449,10 +450,12 @@ class CompiledModel:
     def _repr_html_(self) -> str:
         return model_table(self.facts, self.recipe, self.report)
 
-    def _samples(self, prompts: Any, params: SamplingParams) -> list[Sample]:
+    def _samples(
+        self, prompts: Any, params: SamplingParams, marks: frozenset[int] = frozenset()
+    ) -> list[Sample]:
         """What will be made, checked before any work. Raises InputError, also if the model is closed."""
         self._sessions.live_backend()
-        return samples_of(prompts, params, self.facts, self.tokenizer, self._loop)
+        return samples_of(prompts, params, self.facts, self.tokenizer, self._loop, marks)
 
     def _stream(
         self,

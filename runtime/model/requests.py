@@ -116,10 +116,15 @@ def prompt_behind(
 
 
 def samples_of(
-    prompts: Any, params: SamplingParams, facts: Facts, tokenizer: Tokenizer | None, loop: Loop
+    prompts: Any,
+    params: SamplingParams,
+    facts: Facts,
+    tokenizer: Tokenizer | None,
+    loop: Loop,
+    marks: frozenset[int] = frozenset(),
 ) -> list[Sample]:
     """`n` samples of each prompt, each prompt with its own generator from the seed, of which its later samples' are
-    spawned. `loop`: the one that will make them. Raises InputError.
+    spawned. `loop`: the one that will make them; `marks`: see `Transcript`. Raises InputError.
     """
     loop.check(tokenizer)
     stops = as_stops(params.stop, tokenizer)
@@ -148,7 +153,7 @@ def samples_of(
             if bias or processors or grammar:
                 guide = None if grammar is None else grammar.begin(prompt.size, ends)
                 sampler = Processed(sampler, size, bias, processors, guide)
-            script = Transcript(tokenizer, stops, prompt)
+            script = Transcript(tokenizer, stops, prompt, marks)
             row = Row(
                 prompt,
                 sampler,

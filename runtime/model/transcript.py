@@ -11,9 +11,18 @@ from accel.runtime.inputs.text import StopMatcher, Tokenizer
 
 
 class Transcript:
-    """The text of one row behind its prompt, decoded incrementally, cut at the first stop string."""
+    """The text of one row behind its prompt, decoded incrementally, cut at the first stop string. The text of a token
+    of `marks` is left out, and what came before it is certain then.
+    """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...], prompt: Ints):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stops: tuple[str, ...],
+        prompt: Ints,
+        marks: frozenset[int] = frozenset(),
+    ):
+        self.marks = marks
         self._tokenizer = tokenizer
         self._prompt = tokenizer.end_of(prompt.tolist()) if tokenizer else []
         self._stream = tokenizer.stream(self._prompt) if tokenizer else None
@@ -25,6 +34,10 @@ class Transcript:
     def __call__(self, token: int) -> bool:
         """Take one token; whether the text has reached a stop string."""
         assert self._stream is not None
+        if token in self.marks and self._tokenizer is not None:
+            self._pieces.append(self._rest())
+            self._stream = self._tokenizer.stream(self._prompt)
+            return self._matcher is not None and self._matcher.stopped
         piece, stopped = self._stream.push(token), False
         if self._matcher is not None:
             piece, stopped = self._matcher.push(piece)
@@ -71,11 +84,16 @@ class Transcript:
         """Take what was held back."""
         if not self._finished and self._stream is not None:
             self._finished = True
-            piece = self._stream.finish()
-            if self._matcher is not None:
-                passed, stopped = self._matcher.push(piece)
-                piece = passed if stopped else passed + self._matcher.finish()[0]
-            self._pieces.append(piece)
+            self._pieces.append(self._rest())
+
+    def _rest(self) -> str:
+        """What was held back, now that nothing follows it."""
+        assert self._stream is not None
+        piece = self._stream.finish()
+        if self._matcher is None:
+            return piece
+        passed, stopped = self._matcher.push(piece)
+        return passed if stopped else passed + self._matcher.finish()[0]
 
     def text(self, tokens: list[int]) -> str:
         """All of it; `tokens` are those that were pushed."""

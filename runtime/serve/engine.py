@@ -114,6 +114,7 @@ class Engine:
             encoder_input=request.encoder_input,
             adapter=request.adapter,
             sample=request.sample,
+            marks=request.marks,
         )
         row = prepared.sample.row
         if row.finish:

@@ -96,8 +96,10 @@ class Job:
             if last:
                 self.ticket.stop_reason = sample.stop_reason
                 text += sample.script.finish()
-            logprobs = row.logprobs[at] if row.scored else None
-            self.ticket.put(Event(row.tokens[at], text, logprobs, finish if last else None))
+            logprobs, token = row.logprobs[at] if row.scored else None, row.tokens[at]
+            stopped = last and row.finish == "stop"
+            mark = token in sample.script.marks and not stopped
+            self.ticket.put(Event(token, text, logprobs, finish if last else None, mark))
         self._told = len(row.tokens)
         if row.tokens:
             self.computed = max(self.computed, int(row.seen.size) - 1)

@@ -206,6 +206,7 @@ class Phases:
             encoder_input=request.encoder_input,
             adapter=request.adapter,
             sample=request.sample,
+            marks=request.marks,
         ).sample.row
         size = int(row.prompt.size)
         most = size + row.left

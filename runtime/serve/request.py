@@ -28,6 +28,7 @@ class Request:
         adapter: as of `generate`.
         encoder_input: as of `generate`, for an encoder-decoder model.
         sample: which sample of the prompt: request i of a seed gets the tokens of sample i of `generate(n=…)`.
+        marks: token ids whose text is left out of the events'; each has an event with `mark`.
     """
 
     prompt: Any
@@ -35,6 +36,7 @@ class Request:
     adapter: str | None = None
     encoder_input: Any = None
     sample: int = 0
+    marks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,14 @@ class Event:
         logprobs: of this token, as in `Output.logprobs`; None if they were not requested.
         finish: None while the request runs, then why it ended: "stop" (an end token, a stop string, the end of a
             grammar), "length" (`max_tokens`, or the context is full) or "cancelled".
+        mark: whether the token is one of the request's marks, and no stop string ended the text before it.
     """
 
     token: int
     text: str
     logprobs: dict[int, Logprob] | None = None
     finish: str | None = None
+    mark: bool = False
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ def request_to_json(request: Request, prompt: Ints) -> dict[str, Any]:
         "params": params,
         "adapter": request.adapter,
         "sample": request.sample,
+        "marks": sorted(request.marks),
     }
     plain: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
     return plain
@@ -94,12 +95,19 @@ def request_from_json(data: Mapping[str, Any]) -> Request:
     if params["structured_outputs"] is not None:
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
     prompt = np.array(data["prompt"], np.int64)
-    return Request(prompt, SamplingParams(**params), adapter=data["adapter"], sample=data["sample"])
+    return Request(
+        prompt,
+        SamplingParams(**params),
+        adapter=data["adapter"],
+        sample=data["sample"],
+        marks=frozenset(data["marks"]),
+    )
 
 
 def event_to_json(event: Event, ticket: Ticket) -> dict[str, Any]:
     """An event, with what its ticket knows."""
     found = {"token": event.token, "text": event.text, "finish": event.finish}
+    found |= {"mark": event.mark}
     found |= {"stop": ticket.stop_reason, "drafts": [ticket.usage.drafted, ticket.usage.accepted]}
     if event.logprobs is not None:
         found["logprobs"] = [[token, asdict(one)] for token, one in event.logprobs.items()]
@@ -110,7 +118,7 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
     """What `event_to_json` gave."""
     known = data.get("logprobs")
     logprobs = None if known is None else {token: Logprob(**one) for token, one in known}
-    return Event(data["token"], data["text"], logprobs, data["finish"])
+    return Event(data["token"], data["text"], logprobs, data["finish"], data["mark"])
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:

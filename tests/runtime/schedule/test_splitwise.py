@@ -13,12 +13,19 @@ import torch
 import accel
 from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.errors import AccelError, InputError, RecipeError
+from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.schedule import Place, Route
 from accel.runtime.schedule.splitwise import Splitwise
 from accel.runtime.serve.engine import Engine, Full, Request
 from accel.runtime.serve.phases import Phases, serving
-from accel.runtime.serve.wire import request_from_json, request_to_json
+from accel.runtime.serve.request import Event, Ticket
+from accel.runtime.serve.wire import (
+    event_from_json,
+    event_to_json,
+    request_from_json,
+    request_to_json,
+)
 
 from ...once import made_once
 
@@ -191,9 +198,12 @@ def test_a_request_as_json():
         stop=["a"],
         stop_token_ids=np.array([4]),
     )
-    told = request_to_json(Request("text", params, sample=2), np.array([1, 2]))
+    told = request_to_json(
+        Request("text", params, sample=2, marks=frozenset({7, 5})), np.array([1, 2])
+    )
     again = request_from_json(json.loads(json.dumps(told)))
     assert again.prompt.tolist() == [1, 2] and again.sample == 2
+    assert again.marks == {5, 7}
     assert again.params.logit_bias == params.logit_bias and again.params.temperature == 0.5
     several = SamplingParams(stop={"a"}, stop_token_ids=torch.tensor([4]))
     told = request_to_json(Request("text", several), np.array([1]))["params"]
@@ -204,6 +214,12 @@ def test_a_request_as_json():
     ):
         with pytest.raises(InputError, match="cannot go to another process"):
             request_to_json(wrong, np.array([1]))
+
+
+def test_an_event_as_json():
+    for event in (Event(7, "a", None, None, True), Event(8, "", {8: Logprob(-0.5, 1)}, "stop")):
+        told = event_to_json(event, Ticket(3, print))
+        assert event_from_json(json.loads(json.dumps(told))) == event
 
 
 # Processes

@@ -1,0 +1,1 @@
+"""How families of models write what they think before an answer, a file for each: `FAMILY`."""
