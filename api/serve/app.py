@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -19,6 +18,7 @@ from starlette.routing import Route
 from accel.ir.errors import AccelError
 from accel.runtime.serve.engine import Ticket
 from accel.serve import errors, requests
+from accel.serve.body import parsed
 from accel.serve.errors import ApiError
 from accel.serve.events import Events, Live
 from accel.serve.gate import BodyGate, KeyGate
@@ -26,7 +26,7 @@ from accel.serve.metrics import TYPE, Clock, Metrics, Watched
 from accel.serve.models import Models
 from accel.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from accel.serve.requests import Asked
-from accel.serve.schemas import ChatRequest, CompletionRequest
+from accel.serve.schemas import ChatRequest, CompletionRequest, Generation
 from accel.serve.stream import EventStream, Gone, too_long, while_there
 
 _PAGE_POLICY = (  # the page fetches nothing from elsewhere
@@ -41,6 +41,11 @@ class Limits:
 
     body: int = 4 << 20
     seconds: float = 600.0
+
+    @property
+    def values(self) -> int:
+        """The most values of a body, each of which takes far more memory than its bytes."""
+        return self.body // 16
 
 
 def application(models: Models, *, key: str | None = None, limits: Limits | None = None) -> FastAPI:
@@ -74,24 +79,27 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
         return served.entry(name)
 
     @app.post("/v1/completions")
-    async def complete(asked: CompletionRequest, request: Request) -> Response:
-        return await answer(asked, request, requests.of_completion, CompletionReply)
+    async def complete(request: Request) -> Response:
+        return await answer(request, CompletionRequest, requests.of_completion, CompletionReply)
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await answer(asked, request, requests.of_chat, ChatReply)
+    async def chat(request: Request) -> Response:
+        return await answer(request, ChatRequest, requests.of_chat, ChatReply)
 
     async def answer(
-        asked: Any, request: Request, read: Callable[..., Asked], kind: type[Reply]
+        request: Request, schema: type[Generation], read: Callable[..., Asked], kind: type[Reply]
     ) -> Response:
-        served, adapter = models.find(asked.model)
-        clock = metrics.clock(served.name)
+        sent, media_type = await request.body(), request.headers.get("content-type", "")
 
-        def taken() -> tuple[Asked, list[Ticket]]:
+        def taken() -> tuple[Any, Clock, Asked, list[Ticket]]:  # what grows with the body
+            asked = parsed(sent, media_type, schema, limits.values)
+            served, adapter = models.find(asked.model)
+            clock = metrics.clock(served.name)
             found = read(asked, served, adapter)
-            return found, found.submit()
+            return asked, clock, found, found.submit()
 
-        found, tickets = await run_in_threadpool(taken)
+        asked, clock, found, tickets = await run_in_threadpool(taken)
+        served = found.served
         assert served.model.tokenizer is not None, "the command refuses models without"
         wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         reply = kind(
@@ -124,7 +132,6 @@ def _guard(app: FastAPI, metrics: Metrics, key: str | None, limits: Limits) -> N
     for kind, handler in (
         (ApiError, errors.on_exception),
         (AccelError, errors.on_exception),
-        (RequestValidationError, errors.on_invalid),
         (HTTPException, errors.on_http_exception),
         (Exception, errors.on_exception),
     ):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, shown
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import Ints
@@ -159,15 +161,16 @@ def _params(asked: Generation, served: Served) -> SamplingParams:
     )
 
 
-def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+def _bias(bias: dict[str, Any] | None) -> dict[int, float] | None:
     """JSON has keys of text. Raises ApiError."""
-    try:
-        found = {int(token): value for token, value in (bias or {}).items()}
-    except ValueError as error:
-        raise ApiError(
-            400, f"logit_bias: {error}; its keys are token ids", param="logit_bias"
-        ) from None
-    return {token: -math.inf if v <= _BAN else v for token, v in found.items()} or None
+    found: dict[int, float] = {}
+    for token, value in (bias or {}).items():
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", token):
+            told = f"logit_bias: {shown(token)} is no token id; its keys are token ids"
+            raise ApiError(400, told, param="logit_bias")
+        low = isinstance(value, int | float) and value <= _BAN
+        found[int(token)] = -math.inf if low else value
+    return found or None
 
 
 def _structured(response_format: ResponseFormat | None) -> StructuredOutputsParams | None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+T = TypeVar("T")
+Listed = Annotated[
+    list[T], Field(fail_fast=True)
+]  # one error is enough, however many entries are wrong
 
 
 class Schema(BaseModel):
@@ -41,18 +46,18 @@ class Generation(Schema):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Listed[int] | None = None
     ignore_eos: bool | None = None
 
 
@@ -69,7 +74,7 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation):
     """POST /v1/chat/completions. `chat_template_kwargs` is vLLM's: variables of the template."""
 
-    messages: list[dict[str, Any]]
+    messages: Listed[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -1,0 +1,94 @@
+"""A body's bytes -> the request that it asks for. It runs beside the event loop: what it costs grows with the body."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from accel.ir.errors import shown
+from accel.serve.errors import ApiError
+
+MOST_VALUES = 1 << 18  # of a body
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
+T = TypeVar("T", bound=BaseModel)
+
+
+def parsed(body: bytes, media_type: str, kind: type[T], most: int = MOST_VALUES) -> T:
+    """The request, of at most so many values. Raises ApiError with the first thing that is wrong."""
+    if not re.match(r"(?i)\s*application/(\S+\+)?json\s*(;|$)", media_type):
+        raise _unread("its Content-Type is not application/json; send a JSON object")
+    found = _json(body, most)
+    if not isinstance(found, dict):
+        raise _unread("it is no JSON object; send a JSON object")
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        raise _invalid(error, found) from None
+
+
+def _json(body: bytes, most: int) -> Any:
+    """The reader lets no other thread run until it is done, so the values are counted before."""
+    if not body.strip():
+        raise _unread("it is no JSON object; send a JSON object")
+    if body.count(b",") > most and _STRING.sub(b"", body).count(b",") > most:
+        raise ApiError(
+            413,
+            f"the body has more than {most:,} values; send several requests, or serve with a larger --max-body",
+            code="body_too_large",
+        )
+    try:
+        return json.loads(body.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ApiError(
+            400, f"the body is not UTF-8 (byte {error.start}); send JSON in UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ApiError(
+            400, f"the body is not JSON: {error.msg}, at character {error.pos}"
+        ) from None
+    except RecursionError:
+        raise ApiError(
+            400, "the body is nested too deeply; send the request's JSON object"
+        ) from None
+    except ValueError:
+        raise _unread("a number has more than 4,300 digits; give a smaller one") from None
+
+
+def _unread(why: str) -> ApiError:
+    return ApiError(400, f"the body cannot be read: {why}")
+
+
+def _invalid(error: ValidationError, given: dict[str, Any]) -> ApiError:
+    """What is wrong with the field of the first error; the others may be of other types that it might have."""
+    errors = error.errors(include_url=False, include_context=True, include_input=False)
+    place = errors[0]["loc"]
+    param = str(place[0])
+    if errors[0]["type"] == "missing":
+        return ApiError(400, f"{_where(place, given)} is missing; give it", param=param)
+    said = {_words(one["type"], one["msg"], one.get("ctx", {})): one["loc"] for one in errors
+            if one["loc"][0] == place[0]}  # fmt: skip
+    where = _where(max(said.values(), key=len), given) if len(said) == 1 else param
+    return ApiError(400, f"{where}: {'; or: '.join(said)}", param=param)
+
+
+def _where(place: Sequence[str | int], given: Any) -> str:
+    """The path of a value, without the names that pydantic puts in for types."""
+    path = []
+    for i, part in enumerate(place):
+        inside = isinstance(given, dict) and part in given
+        inside |= isinstance(given, list) and isinstance(part, int)
+        if inside:
+            given = given[part]  # type: ignore[index]
+        if inside or i in (0, len(place) - 1) and "[" not in str(part):
+            path.append(str(part))
+    return shown(".".join(path))[1:-1]
+
+
+def _words(kind: str, message: str, facts: dict[str, Any]) -> str:
+    if kind == "too_long":
+        return f"it has more than {facts['max_length']:,} entries"
+    return message.replace("Input should", "it must").replace("for input", "here")
