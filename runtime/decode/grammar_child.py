@@ -1,4 +1,4 @@
-"""What a `Child` of `grammar_trial` does: compiles one grammar, which may overflow the stack and so end this process. It
+"""What a child of `grammar_trial` does: compiles one grammar, which may overflow the stack and so end this process. It
 imports nothing of accel.
 """
 

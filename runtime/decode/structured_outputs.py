@@ -13,6 +13,7 @@ import numpy as np
 from accel.ir.errors import InputError, extra, shown
 from accel.runtime.call import Logits
 from accel.runtime.decode.grammar_trial import try_grammar
+from accel.runtime.decode.schema_limits import OPTIONS, check_schema
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 
@@ -87,7 +88,9 @@ class Grammar:
             )
         llguidance = _library()
         matcher, source = llguidance.LLMatcher, params.source
-        loose = {"whitespace_flexible": not params.disable_any_whitespace}
+        loose = {**OPTIONS, "whitespace_flexible": not params.disable_any_whitespace}
+        if params.kind == "json":
+            check_schema(json.loads(source))
         try_grammar(llguidance, params.kind, source, loose)
         vocabulary = _vocabulary(tokenizer, vocab_size)
         try:

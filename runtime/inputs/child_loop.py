@@ -1,5 +1,5 @@
-"""What a `Child` runs: each request from stdin goes to the function `work` of one module, and what it returns goes to
-stdout. It imports nothing of accel, so that it starts fast.
+"""What a child process runs: each request from stdin goes to the function `work` of one module, and what it returns
+goes to stdout. It imports nothing of accel, so that it starts fast.
 
     python child_loop.py MODULE MEMORY PACKAGES…
 """

@@ -1,4 +1,4 @@
-"""What a `Child` of `chat` does: renders one chat template. It imports nothing of accel.
+"""What a child of `chat` does: renders one chat template. It imports nothing of accel.
 
 A template is a program that came with a model, so it runs in Jinja's sandbox: no attribute beyond plain data, no
 change of what it is given. What it does is looked at before it is done, where that says what is wrong; for all else
