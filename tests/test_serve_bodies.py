@@ -73,7 +73,7 @@ def test_a_body_of_too_many_values_is_refused_unread(monkeypatch):
     most = 1000
     values = b'{"model": "a", "prompt": [' + b"1," * most + b"1]}"
     text = json.dumps({"model": "a", "prompt": '1,"' * most}).encode()
-    assert body.parsed(text, "application/json", CompletionRequest, most).model == "a"
+    assert body.parsed(text, "application/json", CompletionRequest, most).asked.model == "a"
     monkeypatch.setattr(body.json, "loads", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(body.ApiError, match="more than 1,000 values") as raised:
         body.parsed(values, "application/json", CompletionRequest, most)

@@ -73,6 +73,13 @@ class RequestLimits:
             help="After SIGTERM: seconds that the requests taken have to end.",
         ),
     ] = 30.0
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Refuse fields that are not known. Default: the header X-Accel-Ignored names them.",
+        ),
+    ] = False
 
 
 @options.grouped
@@ -108,7 +115,9 @@ def serve(
     with bound(address.host, address.port) as listener, ExitStack() as stack:
         models = Models([stack.enter_context(served(path, text, **how)) for path in paths])
         app = application(
-            models, key=api_key, limits=Limits(round(bounds.max_body * 1e6), bounds.timeout)
+            models,
+            key=api_key,
+            limits=Limits(round(bounds.max_body * 1e6), bounds.timeout, bounds.strict),
         )
         for one in models.served:
             typer.echo(f"{one.name}: {one.engine.how}", err=True)

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from accel.ir.errors import AccelError
 from accel.runtime.serve.engine import Ticket
 from accel.serve import errors, requests
-from accel.serve.body import parsed
+from accel.serve.body import Parsed, parsed
 from accel.serve.errors import ApiError
 from accel.serve.events import Events, Live
 from accel.serve.gate import BodyGate, KeyGate
@@ -37,10 +37,13 @@ _PAGE_POLICY = (  # the page fetches nothing from elsewhere
 
 @dataclass(frozen=True)
 class Limits:
-    """`body`: most bytes of a request; `seconds`: the longest that one may take from its submission."""
+    """`body`: most bytes of a request; `seconds`: the longest that one may take from its submission; `strict`: fields
+    that are not known are refused.
+    """
 
     body: int = 4 << 20
     seconds: float = 600.0
+    strict: bool = False
 
     @property
     def values(self) -> int:
@@ -91,15 +94,15 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
     ) -> Response:
         sent, media_type = await request.body(), request.headers.get("content-type", "")
 
-        def taken() -> tuple[Any, Clock, Asked, list[Ticket]]:  # what grows with the body
-            asked = parsed(sent, media_type, schema, limits.values)
-            served, adapter = models.find(asked.model)
+        def taken() -> tuple[Parsed[Any], Clock, Asked, list[Ticket]]:  # what grows with the body
+            body = parsed(sent, media_type, schema, limits.values, strict=limits.strict)
+            served, adapter = models.find(body.asked.model)
             clock = metrics.clock(served.name)
-            found = read(asked, served, adapter)
-            return asked, clock, found, found.submit()
+            found = read(body.asked, served, adapter)
+            return body, clock, found, found.submit()
 
-        asked, clock, found, tickets = await run_in_threadpool(taken)
-        served = found.served
+        body, clock, found, tickets = await run_in_threadpool(taken)
+        asked, served = body.asked, found.served
         assert served.model.tokenizer is not None, "the command refuses models without"
         wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         reply = kind(
@@ -112,10 +115,11 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
         live.add(made.events)
         if asked.stream:
             chunks, on_end = made.chunks(wants_usage), partial(live.remove, made.events)
-            return EventStream(chunks, limits.seconds, on_end)
+            return EventStream(chunks, limits.seconds, on_end, body.headers)
         try:
             async with asyncio.timeout(limits.seconds):
-                return JSONResponse(await while_there(made.whole(), request.receive))
+                whole = await while_there(made.whole(), request.receive)
+                return JSONResponse(whole, headers=body.headers)
         except TimeoutError:
             raise too_long(limits.seconds) from None
         except Gone:

@@ -4,30 +4,71 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from accel.ir.errors import shown
-from accel.serve.errors import ApiError
+from accel.ir.errors import shown, unknown
+from accel.serve.errors import ApiError, unsupported
+from accel.serve.schemas import REFUSED
 
 MOST_VALUES = 1 << 18  # of a body
+IGNORED = "X-Accel-Ignored"
+_MOST_NAMED, _LONGEST = 16, 40  # fields of that header, characters of each
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 T = TypeVar("T", bound=BaseModel)
 
 
-def parsed(body: bytes, media_type: str, kind: type[T], most: int = MOST_VALUES) -> T:
-    """The request, of at most so many values. Raises ApiError with the first thing that is wrong."""
+@dataclass(frozen=True)
+class Parsed(Generic[T]):
+    """A request, and the fields of its body that nothing knows."""
+
+    asked: T
+    unknown: Sequence[str]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the client is told of them."""
+        if not self.unknown:
+            return {}
+        named = [re.sub(r"[^\w.-]", "?", name[:_LONGEST], flags=re.ASCII) for name in self.unknown]
+        return {IGNORED: ", ".join(named)}
+
+
+def parsed(
+    body: bytes, media_type: str, kind: type[T], most: int = MOST_VALUES, *, strict: bool = False
+) -> Parsed[T]:
+    """The request, of at most so many values; `strict`: of fields that are known. Raises ApiError with the first thing
+    that is wrong.
+    """
     if not re.match(r"(?i)\s*application/(\S+\+)?json\s*(;|$)", media_type):
         raise _unread("its Content-Type is not application/json; send a JSON object")
     found = _json(body, most)
     if not isinstance(found, dict):
         raise _unread("it is no JSON object; send a JSON object")
     try:
-        return kind.model_validate(found)
+        asked = kind.model_validate(found)
     except ValidationError as error:
         raise _invalid(error, found) from None
+    for name, field in kind.model_fields.items():
+        if REFUSED in field.metadata and getattr(asked, name):
+            raise unsupported(name)
+    strange = list(islice(_unknown(asked), _MOST_NAMED))
+    if strict and strange:
+        told = f"{unknown('field', strange[0], kind.model_fields)}; leave it out, or serve without --strict"
+        raise ApiError(400, told, param=strange[0].partition(".")[0], code="unsupported_parameter")
+    return Parsed(asked, strange)
+
+
+def _unknown(model: BaseModel, of: str = "") -> Iterator[str]:
+    """The paths of fields that no class names."""
+    yield from (of + name for name in model.model_extra or ())
+    for name, field in type(model).model_fields.items():
+        if isinstance(value := getattr(model, name), BaseModel):
+            yield from _unknown(value, f"{of}{field.alias or name}.")
 
 
 def _json(body: bytes, most: int) -> Any:

@@ -57,6 +57,12 @@ class ApiError(Exception):
         )
 
 
+def unsupported(name: str) -> ApiError:
+    """A field of a request that asks for what this server does not do."""
+    told = f"{name} is not supported; leave it out"
+    return ApiError(400, told, param=name, code="unsupported_parameter")
+
+
 def of_exception(error: BaseException, fields: Collection[str] = ()) -> ApiError:
     """What a client is told of an exception; `fields`: of its request, of which a message may begin with one."""
     if isinstance(error, ApiError):

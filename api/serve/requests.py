@@ -10,13 +10,13 @@ from typing import Any
 
 from accel.ir.errors import InputError, shown
 from accel.runtime.decode.sampling_params import SamplingParams
-from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.serve.engine import Request, Ticket
 from accel.serve import prompts
-from accel.serve.errors import ApiError, of_exception
+from accel.serve.constraints import FIELDS, constraint
+from accel.serve.errors import ApiError, of_exception, unsupported
 from accel.serve.models import Served
-from accel.serve.schemas import ChatRequest, CompletionRequest, Generation, ResponseFormat
+from accel.serve.schemas import ChatRequest, CompletionRequest, Generation
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 TEMPERATURE = 1.0  # OpenAI's default
@@ -57,9 +57,9 @@ def of_completion(asked: CompletionRequest, served: Served, adapter: str | None)
     """Raises ApiError."""
     for name in ("echo", "suffix"):
         if getattr(asked, name):
-            raise _unsupported(name)
+            raise unsupported(name)
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        raise _unsupported("best_of")
+        raise unsupported("best_of")
     samples = _samples(asked, served)
     _check_texts(prompts.count(asked.prompt) * samples, served)
     return Asked(prompts.of_completion(asked.prompt, served), samples, asked, served, adapter)
@@ -69,7 +69,7 @@ def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
     """Raises ApiError, AccelError."""
     for name in ("tools", "functions"):
         if getattr(asked, name):
-            raise _unsupported(name)
+            raise unsupported(name)
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
     samples = _samples(asked, served)
@@ -84,12 +84,6 @@ def top(asked: Generation) -> int | None:
         return (asked.top_logprobs or 0) if asked.logprobs else None
     assert isinstance(asked, CompletionRequest)
     return asked.logprobs
-
-
-def _unsupported(name: str) -> ApiError:
-    return ApiError(
-        400, f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
-    )
 
 
 def _samples(asked: Generation, served: Served) -> int:
@@ -125,11 +119,12 @@ def _in_their_words(error: InputError, asked: Generation) -> ApiError:
     """An error of the options, with the names of the request's fields."""
     text = str(error)
     for own, theirs in (
-        ("structured_outputs", "response_format"),
+        *(("structured_outputs", name) for name in FIELDS),
         ("max_tokens", "max_completion_tokens"),
     ):
         if text.startswith(own) and getattr(asked, theirs, None) is not None:
             error = InputError(theirs + text.removeprefix(own))
+            break
     return of_exception(error, type(asked).model_fields)
 
 
@@ -157,7 +152,7 @@ def _params(asked: Generation, served: Served) -> SamplingParams:
         ignore_eos=bool(asked.ignore_eos),
         logprobs=top(asked),
         logit_bias=_bias(asked.logit_bias),
-        structured_outputs=_structured(asked.response_format),
+        structured_outputs=constraint(asked),
     )
 
 
@@ -171,20 +166,3 @@ def _bias(bias: dict[str, Any] | None) -> dict[int, float] | None:
         low = isinstance(value, int | float) and value <= _BAN
         found[int(token)] = -math.inf if low else value
     return found or None
-
-
-def _structured(response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
-    """What a `response_format` makes the text be; None: any text. Raises ApiError, InputError."""
-    if response_format is None or response_format.type == "text":
-        return None
-    if response_format.type == "json_object":
-        return StructuredOutputsParams(json={"type": "object"})
-    if response_format.json_schema is None:
-        raise ApiError(
-            400,
-            'response_format: "json_schema" is missing; give {"name": …, "schema": …}',
-            param="response_format",
-        )
-    # compact, as OpenAI's: small models would write nothing but whitespace
-    schema = response_format.json_schema.json_schema
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)

@@ -14,12 +14,17 @@ from accel.runtime.inputs.child import ChildDied, ChildLate, Children
 
 _CHILD = Path(__file__).with_name("grammar_child.py")
 PATIENCE = 30.0  # seconds that a grammar may compile
+_LONGEST = 1 << 20  # characters of a grammar
 _MEMORY = 2 << 30  # bytes of addresses
 _ADVICE = "nest it and chain its references less, and keep bounds of integers within ±2^53"
 
 
 def try_grammar(library: Any, kind: str, source: str, overrides: dict[str, Any]) -> None:
     """Compile it elsewhere. Whether it is valid is not asked. Raises InputError where that process did not live."""
+    if len(source) > _LONGEST:
+        raise InputError(
+            f"structured_outputs: {kind} has {len(source):,} characters; give at most {_LONGEST:,}"
+        )
     packages = str(Path(library.__file__).parent.parent)
     if wrong := _trial(packages, kind, source, json.dumps(overrides)):
         raise InputError(f"structured_outputs: {kind} {wrong}; {_ADVICE}")
