@@ -33,6 +33,7 @@ from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
+from accel.serve.app import Access
 from accel.serve.metrics import Metrics
 from accel.serve.replies import ChatReply, CompletionReply, Score, usage
 from accel.serve.server import bound
@@ -458,7 +459,7 @@ def test_a_full_queue_and_clients_that_go_away(http, server):
     assert made < 400 * 4, "of 3,600"
     address = (server.url.split("//")[1].split(":")[0], int(server.url.rpartition(":")[2]))
     body = json.dumps({**LONG, "stream": False}).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     with socket.create_connection(address) as whole:
         whole.sendall(head.encode() + body)
@@ -500,7 +501,7 @@ def test_limits_of_time_and_the_key(artifact):
     """A request that takes too long, whole and streamed; a body that does not come; a key that is wrong."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        serve_case.running([artifact], key="s3cret\n", limits=limits(0.3)) as server,
+        serve_case.running([artifact], access=Access("s3cret\n"), limits=limits(0.3)) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         for wrong in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic s3cret"}):

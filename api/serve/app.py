@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -13,15 +13,16 @@ from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from accel.ir.errors import AccelError
 from accel.runtime.serve.engine import Ticket
 from accel.serve import errors, requests
-from accel.serve.body import Parsed, parsed
+from accel.serve.body import IGNORED, Parsed, parsed
 from accel.serve.errors import ApiError
 from accel.serve.events import Events, Live
-from accel.serve.gate import BodyGate, KeyGate
+from accel.serve.gate import BodyGate, HeadGate, HostGate, KeyGate
 from accel.serve.metrics import TYPE, Clock, Metrics, Watched
 from accel.serve.models import Models
 from accel.serve.replies import ChatReply, Choice, CompletionReply, Reply
@@ -51,8 +52,21 @@ class Limits:
         return self.body // 16
 
 
-def application(models: Models, *, key: str | None = None, limits: Limits | None = None) -> FastAPI:
-    """The server's application. `key`: what clients must show under /v1; None: nothing."""
+@dataclass(frozen=True)
+class Access:
+    """Who may ask. `key`: what clients must show under /v1; None: nothing, and then the `Host` of a request is an
+    address, localhost or one of `hosts`. `origins`: of pages elsewhere that a browser lets read the answers.
+    """
+
+    key: str | None = None
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+
+
+def application(
+    models: Models, *, access: Access | None = None, limits: Limits | None = None
+) -> FastAPI:
+    """The server's application."""
     limits = limits or Limits()
     metrics, live = Metrics(models.served), Live()
     page = files("accel.serve").joinpath("page.html").read_text(encoding="utf-8")
@@ -127,11 +141,11 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
         finally:
             live.remove(made.events)
 
-    _guard(app, metrics, key, limits)
+    _guard(app, metrics, access or Access(), limits)
     return app
 
 
-def _guard(app: FastAPI, metrics: Metrics, key: str | None, limits: Limits) -> None:
+def _guard(app: FastAPI, metrics: Metrics, access: Access, limits: Limits) -> None:
     """Let errors be answers, and requests pass the gates."""
     for kind, handler in (
         (ApiError, errors.on_exception),
@@ -140,9 +154,20 @@ def _guard(app: FastAPI, metrics: Metrics, key: str | None, limits: Limits) -> N
         (Exception, errors.on_exception),
     ):
         app.add_exception_handler(kind, handler)
-    app.add_middleware(BodyGate, most=limits.body)
-    if key is not None:
-        app.add_middleware(KeyGate, key=key)
+    app.add_middleware(BodyGate, most=limits.body, live=app.state.live)
+    if access.key is not None:
+        app.add_middleware(KeyGate, key=access.key)
+    if access.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Api-Key"],
+            expose_headers=["Retry-After", IGNORED],
+        )
+    if access.key is None:
+        app.add_middleware(HostGate, allowed=access.hosts)
+    app.add_middleware(HeadGate)
     routes = [route for route in app.routes if isinstance(route, Route)]
     app.add_middleware(Watched, metrics=metrics, routes=routes)
 
