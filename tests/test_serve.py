@@ -346,7 +346,7 @@ BAD = [  # fields that are changed, the status, the field that the error names, 
     ({"prompt": ["a"] * 9}, 400, "prompt", "at most 8 may wait"),
     ({"n": 4}, 400, "n", "from 1 to 3"),
     ({"n": 0}, 400, "n", "from 1 to 3"),
-    ({"max_tokens": 0}, 400, "max_tokens", "out of range"),
+    ({"max_tokens": -1}, 400, "max_tokens", "out of range"),
     ({"max_tokens": "5"}, 400, "max_tokens", "valid integer"),
     ({"temperature": -1}, 400, "temperature", "out of range"),
     ({"temperature": float("nan")}, 400, "temperature", "out of range"),
@@ -363,7 +363,8 @@ BAD = [  # fields that are changed, the status, the field that the error names, 
     ({"response_format": {"type": "xml"}}, 400, "response_format", "'text'"),
     (form({"name": "x"}), 400, "response_format", "response_format.json_schema.schema is missing"),
     (form({"schema": {"type": "no"}}), 400, "response_format", "response_format: json is not"),
-    ({"echo": True}, 400, "echo", "not supported"),
+    ({"echo": True, "logprobs": 1}, 400, "echo", "not supported"),
+    ({"best_of": 3}, 400, "best_of", "not supported"),
 ]
 
 

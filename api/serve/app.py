@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from accel.serve import errors, requests
 from accel.serve.body import IGNORED, Parsed, parsed
 from accel.serve.errors import ApiError
 from accel.serve.events import Events, Live
+from accel.serve.extras import Extras
 from accel.serve.gate import BodyGate, HeadGate, HostGate, KeyGate
 from accel.serve.metrics import TYPE, Clock, Metrics, Watched
 from accel.serve.models import Models
@@ -106,6 +108,7 @@ def application(
     async def answer(
         request: Request, schema: type[Generation], read: Callable[..., Asked], kind: type[Reply]
     ) -> Response:
+        began = time.perf_counter()
         sent, media_type = await request.body(), request.headers.get("content-type", "")
 
         def taken() -> tuple[Parsed[Any], Clock, Asked, list[Ticket]]:  # what grows with the body
@@ -125,7 +128,14 @@ def application(
             top=requests.top(asked),
             usage=wants_usage,
         )
-        made = _Made(Events(tickets), tickets, len(found.prompts), reply, clock)
+        made = _Made(
+            Events(tickets),
+            tickets,
+            len(found.prompts),
+            reply,
+            clock,
+            Extras(found, tickets, began),
+        )
         live.add(made.events)
         if asked.stream:
             chunks, on_end = made.chunks(wants_usage), partial(live.remove, made.events)
@@ -181,29 +191,32 @@ class _Made:
     prompts: int
     reply: Reply
     clock: Clock
+    extras: Extras
 
     async def whole(self) -> dict[str, Any]:
         """Once all have ended."""
         choices = [Choice() for _ in self.tickets]
         async for i, event in self.events:
             self.clock.token()
+            self.extras.take(i, event)
             choices[i].take(event)
         self.clock.end()
-        return self.reply.whole(choices, self.tickets, self.prompts)
+        return self.extras.whole(self.reply.whole(choices, self.tickets, self.prompts))
 
     async def chunks(self, usage: bool) -> AsyncIterator[dict[str, Any]]:
         """As they come; `usage`: with a chunk for it at the end."""
         choices = [Choice() for _ in self.tickets]
         for i in range(len(choices)):
             if (first := self.reply.first(i)) is not None:
-                yield first
+                yield self.extras.chunk(first)
         async for i, event in self.events:
             self.clock.token()
+            self.extras.take(i, event)
             scores = choices[i].take(event)
             if event.text or scores:
-                yield self.reply.piece(i, event.text, scores)
+                yield self.extras.chunk(self.reply.piece(i, event.text, scores))
             if event.finish is not None:
-                yield self.reply.last(i, event.finish)
+                yield self.extras.chunk(self.reply.last(i, event.finish))
         self.clock.end()
         if usage:
-            yield self.reply.total(self.tickets, self.prompts)
+            yield self.extras.chunk(self.reply.total(self.tickets, self.prompts))

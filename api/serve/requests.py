@@ -11,7 +11,7 @@ from typing import Any
 from accel.ir.errors import InputError, shown
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.serve.engine import Request, Ticket
+from accel.runtime.serve.engine import Event, Request, Ticket
 from accel.serve import prompts
 from accel.serve.constraints import FIELDS, constraint
 from accel.serve.errors import ApiError, of_exception, unsupported
@@ -25,13 +25,16 @@ _BAN = -100.0  # the least bias of OpenAI's: the token never comes
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompts of a request [n], and how many samples of each: choice i is of prompt i // samples."""
+    """The prompts of a request [n], and how many samples of each: choice i is of prompt i // samples. `echoes`: the
+    text of each prompt, where answers begin with it.
+    """
 
     prompts: Sequence[Ints]
     samples: int
     asked: Generation
     served: Served
     adapter: str | None
+    echoes: Sequence[str] = ()
 
     def submit(self) -> list[Ticket]:
         """Give all choices to the engine, or none. Raises Full, ApiError, AccelError."""
@@ -40,6 +43,9 @@ class Asked:
             params = _params(self.asked, self.served)
             for prompt in self.prompts:
                 for sample in range(self.samples):
+                    if self.asked.max_tokens == 0 and isinstance(self.asked, CompletionRequest):
+                        tickets.append(_ended(prompt))
+                        continue
                     request = Request(prompt, params, adapter=self.adapter, sample=sample)
                     tickets.append(self.served.engine.submit(request))
         except BaseException as error:
@@ -55,14 +61,18 @@ class Asked:
 
 def of_completion(asked: CompletionRequest, served: Served, adapter: str | None) -> Asked:
     """Raises ApiError."""
-    for name in ("echo", "suffix"):
-        if getattr(asked, name):
-            raise unsupported(name)
+    if asked.suffix:
+        raise unsupported("suffix")
+    if asked.echo and asked.logprobs is not None:
+        told = "echo with logprobs is not supported: those of a prompt are not told; leave one out"
+        raise ApiError(400, told, param="echo", code="unsupported_parameter")
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise unsupported("best_of")
     samples = _samples(asked, served)
     _check_texts(prompts.count(asked.prompt) * samples, served)
-    return Asked(prompts.of_completion(asked.prompt, served), samples, asked, served, adapter)
+    found = prompts.of_completion(asked.prompt, served)
+    echoes = prompts.texts(asked.prompt, served) if asked.echo else ()
+    return Asked(found, samples, asked, served, adapter, echoes)
 
 
 def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
@@ -74,7 +84,9 @@ def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
         raise ApiError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
     samples = _samples(asked, served)
     _check_texts(samples, served)
-    found = prompts.of_chat(asked.messages, asked.chat_template_kwargs, served)
+    found = prompts.of_chat(
+        asked.messages, prompts.variables(asked), served, bool(asked.continue_final_message)
+    )
     return Asked([found], samples, asked, served, adapter)
 
 
@@ -111,6 +123,13 @@ def _check_texts(count: int, served: Served) -> None:
         )
 
 
+def _ended(prompt: Ints) -> Ticket:
+    """What nothing is made of."""
+    ticket = Ticket(int(prompt.size), lambda: None)
+    ticket.put(Event(-1, "", finish="length"))
+    return ticket
+
+
 def _full_context(prompts: Sequence[Ints], served: Served) -> bool:
     return any(prompt.size >= served.model.facts.max_context for prompt in prompts)
 
@@ -138,7 +157,7 @@ def _params(asked: Generation, served: Served) -> SamplingParams:
     elif limit is None:
         limit = COMPLETION_TOKENS
     return SamplingParams(
-        max_tokens=limit,
+        max_tokens=limit or (0 if isinstance(asked, ChatRequest) else 1),  # `_ended`
         temperature=TEMPERATURE if asked.temperature is None else asked.temperature,
         top_k=None if asked.top_k in (0, -1) else asked.top_k,  # vLLM's for all tokens
         top_p=asked.top_p,

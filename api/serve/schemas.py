@@ -80,6 +80,7 @@ class Generation(Schema):
     repetition_penalty: float | None = None
     stop_token_ids: Listed[int] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
@@ -113,7 +114,9 @@ class CompletionRequest(Generation):
 
 
 class ChatRequest(Generation):
-    """POST /v1/chat/completions. `chat_template_kwargs` is vLLM's: variables of the template."""
+    """POST /v1/chat/completions. The last three are vLLM's: variables of the template, whether it opens an
+    answer, and whether the last message goes on.
+    """
 
     messages: Listed[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -122,3 +125,5 @@ class ChatRequest(Generation):
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
