@@ -123,7 +123,7 @@ def _where(place: Sequence[str | int], given: Any) -> str:
         inside = isinstance(given, dict) and part in given
         inside |= isinstance(given, list) and isinstance(part, int)
         if inside:
-            given = given[part]  # type: ignore[index]
+            given = given[part]
         if inside or i in (0, len(place) - 1) and "[" not in str(part):
             path.append(str(part))
     return shown(".".join(path))[1:-1]

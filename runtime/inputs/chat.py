@@ -70,7 +70,8 @@ def _asked(source: str, variables: dict[str, Any] | None) -> dict[str, Any]:
     import jinja2
     import markupsafe
 
-    folders = dict.fromkeys(str(Path(m.__file__).parent.parent) for m in (jinja2, markupsafe))
+    places = [Path(str(module.__file__)) for module in (jinja2, markupsafe)]
+    folders = dict.fromkeys(str(place.parent.parent) for place in places)
     asked = {"source": source, "variables": variables, "seconds": SECONDS, "size": SIZE}
     try:
         found: dict[str, Any] = _children().ask(asked, SECONDS + _GRACE, [*folders])

@@ -171,9 +171,14 @@ def plain(value: Any, what: str) -> Any:
 def _plain(value: Any, what: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
-    for kind in (str, bytes, int, float):
-        if isinstance(value, kind):
-            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, str):
+        return str.__str__(value)  # an Enum's own says its name
+    if isinstance(value, bytes):
+        return bytes(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, Mapping):
         return {_plain(name, what): _plain(one, what) for name, one in value.items()}
     for many in (tuple, set, frozenset, list):

@@ -13,19 +13,19 @@ import marshal
 import math
 import os
 import sys
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 HEAD = 8  # bytes of a length
 OUT_OF_MEMORY = 3  # the status that it ends with
 
 
-def write(stream: BinaryIO, data: bytes) -> None:
+def write(stream: IO[bytes], data: bytes) -> None:
     """A frame: its length, then itself."""
     stream.write(len(data).to_bytes(HEAD, "little") + data)
     stream.flush()
 
 
-def read(stream: BinaryIO) -> bytes | None:
+def read(stream: IO[bytes]) -> bytes | None:
     """A frame; None where the stream ended before it was whole."""
     head = stream.read(HEAD)
     if len(head) < HEAD:
