@@ -10,6 +10,7 @@ import pydantic
 import pytest
 
 from accel.ir.errors import unknown
+from accel.runtime.decode import structured_outputs
 from accel.serve import body
 from accel.serve.schemas import ChatRequest, CompletionRequest
 
@@ -78,6 +79,17 @@ def test_a_body_of_too_many_values_is_refused_unread(monkeypatch):
     with pytest.raises(body.ApiError, match="more than 1,000 values") as raised:
         body.parsed(values, "application/json", CompletionRequest, most)
     assert raised.value.status == 413
+
+
+@pytest.mark.parametrize("text", [b'"' + b'\\"' * 400_000, b'"\\', b'"a\\\n", "', b'"\\\\"'])
+def test_strings_are_found_in_one_go(text):
+    """Also one that has no end: in steps of their square the first would take minutes."""
+    assert not body._STRING.sub(b"", text).strip(b", ")
+
+
+def test_lines_of_a_grammar_are_read_in_one_go():
+    assert not structured_outputs._GBNF.search("\n" * 1_000_000)
+    assert structured_outputs._GBNF.search("\n# a\n root ::= b")
 
 
 def test_a_near_name_of_a_long_one_costs_little():

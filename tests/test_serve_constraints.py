@@ -37,6 +37,7 @@ FORMS = [
     ({"json_schema": SCHEMA}, JSON_TEXT),
     ({"grammar": GBNF}, TAGGED),
     ({"grammar": LARK, "response_format": {"type": "text"}}, TAGGED),
+    ({"grammar": "", "guided_regex": WORD}, WORD),
 ]
 WRONG = [
     ({"guided_regex": "a", "grammar": LARK}, "grammar", "guided_regex and grammar say what"),

@@ -18,7 +18,8 @@ from accel.serve.schemas import REFUSED
 MOST_VALUES = 1 << 18  # of a body
 IGNORED = "X-Accel-Ignored"
 _MOST_NAMED, _LONGEST = 16, 40  # fields of that header, characters of each
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"')
+# also one without an end, or each of its quotes would be tried as a beginning
+_STRING = re.compile(rb'"(?:[^"\\]+|\\.?)*+(?:"|\Z)', re.DOTALL)
 T = TypeVar("T", bound=BaseModel)
 
 

@@ -22,7 +22,7 @@ def constraint(asked: Generation) -> StructuredOutputsParams | None:
     """What the text must be; None: any text. JSON of a schema is compact, as OpenAI's: small models would write nothing
     but whitespace. Raises ApiError, InputError.
     """
-    given = [name for name in FIELDS if getattr(asked, name) is not None]
+    given = [name for name in FIELDS if getattr(asked, name) not in (None, "")]
     if asked.response_format is not None and asked.response_format.type == "text":
         given.remove("response_format")
     if len(given) > 1:

@@ -19,7 +19,7 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 
 KINDS = ("json", "regex", "choice", "grammar")
-_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 _LONGEST = 1 << 17  # characters of GBNF, which Python reads
 
 
