@@ -43,7 +43,7 @@ def render(
             "tools are not all JSON schemas; give a list of dicts (transformers.utils.get_json_schema makes one of "
             "a Python function)"
         )
-    source = _chosen(config, chat_template, tools)
+    source = template_of(config, chat_template, tools)
     theirs = source in config.templates.values()
     act = "give a prompt of plain text or token ids" if theirs else "correct it"
     wrong: type[AccelError] = ArtifactError if theirs else InputError
@@ -101,7 +101,7 @@ def check_template(config: TokenizerConfig, chat_template: str | None) -> None:
     """Raise InputError where there is no template of this name (None: none at all), or the text is no Jinja; nothing is
     rendered.
     """
-    found = _asked(_chosen(config, chat_template, None), None)
+    found = _asked(template_of(config, chat_template, None), None)
     if "wrong" in found:
         raise InputError(f"the chat template is no Jinja template: {found['told']}; correct it")
 
@@ -120,8 +120,8 @@ def _check_messages(messages: Any) -> None:
             )
 
 
-def _chosen(config: TokenizerConfig, asked: str | None, tools: Any) -> str:
-    """The source of the template that was asked for: by its name, as text, or none."""
+def template_of(config: TokenizerConfig, asked: str | None, tools: Any) -> str:
+    """The source of the template that was asked for: by its name, as text, or none. Raises InputError."""
     known = config.templates
     if asked is not None:
         if asked not in known and "{" not in asked:
