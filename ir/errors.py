@@ -85,7 +85,9 @@ def extra(name: str) -> Iterator[None]:
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """`kind 'name' does not exist; did you mean 'near'?`, or with the list of names if none is near."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    longest = max(map(len, names), default=0)
+    close = len(name) <= 3 * longest  # a longer one is near none, and costs much to compare
+    near = difflib.get_close_matches(name, names, n=1) if close else []
     name = name if len(name) <= 80 else f"{name[:77]}..."
     if near:
         return f"{kind} '{name}' does not exist; did you mean '{near[0]}'?"

@@ -171,7 +171,7 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         kind = str(config.get("peft_type"))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file} is not a configuration ({error}); save the adapter again"
         ) from error

@@ -5,7 +5,11 @@ The templates are written here in the styles of model families: their forms, not
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from itertools import product
+from pathlib import Path
 
 import models
 import pytest
@@ -340,6 +344,23 @@ LARGE = [
     GROWN + "{{ '{}'.format(ns.x) }}", GROWN + "{{ ns.x | string }}", GROWN + "{{ ns }}",
 ]  # fmt: skip
 
+TWINS = (
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}"
+)
+TWINS += "{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+TUPLES = TWINS.replace("[ns.x, ns.x]", "(ns.x, ns.x)").replace("x=[1]", "x=(1,)")
+FROZEN = [  # one call in C of 2^40 steps, which looks at no clock
+    TWINS + "{{ ns.x == ns.y }}", TWINS + "{{ ns.x < ns.y }}", TWINS + "{{ [ns.x, ns.y] | sort | length }}",
+    TWINS + "{{ [ns.x].count(ns.y) }}", TWINS + "{{ ns.x in [ns.y] }}", TWINS + "{{ [ns.x, ns.y] | max | length }}",
+    TUPLES + "{{ {ns.x: 1} | length }}",
+    TUPLES + "{{ [ns.x] | unique | list | length }}",
+]  # fmt: skip
+GREEDY = [  # far more memory than the size of a text that is allowed
+    "{{ ('a' * 8000000).translate({97: 'b' * 8000}) }}",
+    "{{ ('a ' * 200000) | wordwrap(1, wrapstring='b' * 8000) }}",
+    "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = ns.x + ['a' * 8000000 ~ i] %}{% endfor %}",
+]
+
 
 def rendered(source):
     messages = say(("user", "x"))
@@ -371,6 +392,65 @@ def test_a_template_that_makes_too_much_is_stopped(source, monkeypatch):
     monkeypatch.setattr(chat, "SIZE", min(chat.SIZE, 1 << 16) if "80" not in source else chat.SIZE)
     with pytest.raises(ArtifactError, match="the chat template was stopped: .*do not trust it"):
         rendered(source)
+
+
+@pytest.mark.parametrize("source", FROZEN)
+def test_a_template_that_no_clock_interrupts_is_stopped(source, monkeypatch):
+    """And the next one renders."""
+    monkeypatch.setattr(chat, "SECONDS", 0.1)
+    monkeypatch.setattr(chat, "_GRACE", 0.1)
+    with pytest.raises(ArtifactError, match="was stopped: it took more than 0.1 s; do not trust"):
+        rendered(source)
+    assert rendered("{{ messages[0].content }}") == "x"
+
+
+@pytest.mark.parametrize("source", GREEDY)
+def test_a_template_that_takes_too_much_memory_is_stopped(source):
+    with pytest.raises(ArtifactError, match="was stopped: (it makes a value of size|.*memory).*"):
+        rendered(source)
+    assert rendered("{{ messages[0].content }}") == "x"
+
+
+def test_a_process_that_renders_ends_with_its_parent():
+    """Whatever it is at, and it is used again while all goes well."""
+    code = "import os, sys; from accel.runtime.inputs import chat, tokenizer_config as t; "
+    code += "say = lambda: chat.render(t.TokenizerConfig(), [{'role': 'user'}], chat_template='{{ 1 }}'); "
+    code += "say(); say(); (one,) = chat._children()._idle; print(one._process.pid, flush=True); os._exit(0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    end = time.monotonic() + 20
+    while alive(int(done.stdout)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_what_a_message_may_hold():
+    """Subclasses of plain data are that data; others are named."""
+
+    class Name(str):
+        pass
+
+    class Talk(dict):
+        pass
+
+    talk = [Talk(role=Name("user"), content=Name("hi"))]
+    assert chat.render(TokenizerConfig(), talk, chat_template="{{ messages[0].content }}") == "hi"
+    for value, said in ((object(), "hold a object"), (nested(50_000), "nested too deeply")):
+        with pytest.raises(InputError, match=said):
+            chat.render(TokenizerConfig(), talk, chat_template="{{ x }}", x=value)
+
+
+def nested(depth):
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
 
 
 def test_what_is_printed_at_length_is_stopped(monkeypatch):

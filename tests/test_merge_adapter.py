@@ -241,6 +241,9 @@ def test_damage_is_named(tmp_path, llama):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="holds no adapter_config.json"):
         read_adapter(tmp_path / "empty")
+    (tmp_path / "empty" / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match="adapter_config.json is not a configuration"):
+        read_adapter(tmp_path / "empty")
     folder = case.write(tmp_path / "a", llama, ["q_proj"])
     weights = folder / "adapter_model.safetensors"
     whole = weights.read_bytes()

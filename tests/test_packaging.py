@@ -88,7 +88,7 @@ def tracked(folder: Path = ROOT) -> list[Path]:
 
 def test_dependencies_that_are_imported_are_named():
     names = {re.match(r"[\w-]+", d)[0].lower() for d in WANTED}
-    brought_by = {"onnxruntime": "onnxruntime-gpu", "markupsafe": "jinja2"}
+    brought_by = {"onnxruntime": "onnxruntime-gpu", "markupsafe": "jinja2", "h11": "uvicorn"}
     brought_by |= {"starlette": "fastapi", "pydantic": "fastapi", "pyarrow": "ray"}
     used = set()
     for package in TABLE["packages"]:

@@ -33,6 +33,7 @@ from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
+from accel.serve.app import Access
 from accel.serve.metrics import Metrics
 from accel.serve.replies import ChatReply, CompletionReply, Score, usage
 from accel.serve.server import bound
@@ -357,7 +358,7 @@ BAD = [  # fields that are changed, the status, the field that the error names, 
     ({"prompt": ["a"] * 9}, 400, "prompt", "at most 8 may wait"),
     ({"n": 4}, 400, "n", "from 1 to 3"),
     ({"n": 0}, 400, "n", "from 1 to 3"),
-    ({"max_tokens": 0}, 400, "max_tokens", "out of range"),
+    ({"max_tokens": -1}, 400, "max_tokens", "out of range"),
     ({"max_tokens": "5"}, 400, "max_tokens", "valid integer"),
     ({"temperature": -1}, 400, "temperature", "out of range"),
     ({"temperature": float("nan")}, 400, "temperature", "out of range"),
@@ -374,7 +375,8 @@ BAD = [  # fields that are changed, the status, the field that the error names, 
     ({"response_format": {"type": "xml"}}, 400, "response_format", "'text'"),
     (form({"name": "x"}), 400, "response_format", "response_format.json_schema.schema is missing"),
     (form({"schema": {"type": "no"}}), 400, "response_format", "response_format: json is not"),
-    ({"echo": True}, 400, "echo", "not supported"),
+    ({"echo": True, "logprobs": 1}, 400, "echo", "not supported"),
+    ({"best_of": 3}, 400, "best_of", "not supported"),
 ]
 
 
@@ -470,7 +472,7 @@ def test_a_full_queue_and_clients_that_go_away(http, server):
     assert made < 400 * 4, "of 3,600"
     address = (server.url.split("//")[1].split(":")[0], int(server.url.rpartition(":")[2]))
     body = json.dumps({**LONG, "stream": False}).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     with socket.create_connection(address) as whole:
         whole.sendall(head.encode() + body)
@@ -512,7 +514,7 @@ def test_limits_of_time_and_the_key(artifact):
     """A request that takes too long, whole and streamed; a body that does not come; a key that is wrong."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        serve_case.running([artifact], key="s3cret\n", limits=limits(0.3)) as server,
+        serve_case.running([artifact], access=Access("s3cret\n"), limits=limits(0.3)) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         for wrong in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic s3cret"}):

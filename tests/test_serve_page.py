@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from accel.serve.app import Access
+
 from . import serve_case
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -87,7 +89,7 @@ def test_the_page_chats_with_two_recipes(browser, tmp_path):
     plain = serve_case.build(tmp_path / "a", max_context=512, max_batch=2)
     drafts = serve_case.build(tmp_path / "b", "prompt-lookup", max_context=512, max_batch=2)
     drafts = drafts.rename(drafts.with_name("drafts"))
-    with serve_case.running([plain, drafts], key="k") as server:
+    with serve_case.running([plain, drafts], access=Access("k")) as server:
         browser.call("Page.navigate", url=server.url)
         browser.until('typeof $ == "function" && !$("keyed").hidden')
         told = [one for one in browser.complaints if "401" not in str(one)]

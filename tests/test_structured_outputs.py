@@ -297,12 +297,14 @@ def rules(depth, end):
 
 
 OVERFLOWS = [
-    {"json": {"type": "integer", "minimum": -(2**63) + 1, "maximum": -(2**63) + 7}},
-    {"json": chain(3000)}, {"grammar": rules(6000, '"a"')}, {"grammar": rules(6000, "<|none|>")},
+    {"json": chain(3000)}, {"json": chain(1500)}, {"grammar": rules(20_000, '"a"')},
+    {"grammar": rules(6000, '"a"')}, {"grammar": rules(6000, "<|none|>")},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("given", OVERFLOWS, ids=["integer", "references", "rules", "special"])
+@pytest.mark.parametrize(
+    "given", OVERFLOWS, ids=["references", "definitions", "long", "rules", "special"]
+)
 def test_what_overflows_the_stack_of_llguidance_is_refused(model, given):
     """It ends the process that compiles it."""
     params = StructuredOutputsParams(**given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,22 @@ class Address:
             envvar="ACCEL_API_KEY",
             metavar="KEY",
             help="Ask clients for this key under /v1. Default: ask for none.",
+        ),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Without a key: a name by which clients may call this machine, beside localhost and "
+            "addresses; * for any. Repeatable.",
+        ),
+    ] = None
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="A site whose pages may use the server, such as https://app.example; * for any. "
+            "Repeatable. Default: none.",
         ),
     ] = None
 
@@ -73,6 +90,13 @@ class RequestLimits:
             help="After SIGTERM: seconds that the requests taken have to end.",
         ),
     ] = 30.0
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Refuse fields that are not known. Default: the header X-Accel-Ignored names them.",
+        ),
+    ] = False
 
 
 @options.grouped
@@ -96,19 +120,27 @@ def serve(
     with extra("serve"):
         import prometheus_client as _  # noqa: F401  (the rest of the extra comes by the next two)
 
-        from accel.serve.app import Limits, application
+        from accel.serve.app import Access, Limits, application
         from accel.serve.models import Models, served
         from accel.serve.server import LOOPBACK, bound, server
 
     api_key = address.api_key
     if api_key is not None and not (api_key.isascii() and api_key.strip()):
         raise InputError("--api-key is empty or not ASCII; give letters, digits and signs")
+    origins = address.cors or []
+    for origin in origins:
+        if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise InputError(
+                f"--cors {origin} is no origin; give one such as https://app.example, or *"
+            )
     text = None if chat_template is None else options.template(chat_template)
     how = {"max_batch": bounds.max_batch, "max_waiting": bounds.max_waiting, **vars(loading)}
     with bound(address.host, address.port) as listener, ExitStack() as stack:
         models = Models([stack.enter_context(served(path, text, **how)) for path in paths])
         app = application(
-            models, key=api_key, limits=Limits(round(bounds.max_body * 1e6), bounds.timeout)
+            models,
+            access=Access(api_key, address.allowed_host or [], origins),
+            limits=Limits(round(bounds.max_body * 1e6), bounds.timeout, bounds.strict),
         )
         for one in models.served:
             typer.echo(f"{one.name}: {one.engine.how}", err=True)
@@ -116,5 +148,8 @@ def serve(
         if host not in LOOPBACK and api_key is None:
             typer.echo("whoever reaches this address may use it: no --api-key is set", err=True)
         shown = f"[{host}]" if ":" in host else host
-        typer.echo(f"serving on http://{shown}:{number}")
-        server(app, bounds.drain).run(sockets=[listener])
+
+        def ready() -> None:
+            typer.echo(f"serving on http://{shown}:{number}")
+
+        server(app, bounds.drain, ready).run(sockets=[listener])

@@ -16,7 +16,8 @@ from accel.ray.room import actor_environment, check_room, machines, share
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.serve.opening import check_served
-from accel.serve.app import Limits, application
+from accel.serve.app import Access, Limits, application
+from accel.serve.gate import ANY_HOST
 from accel.serve.models import Models, served
 
 
@@ -30,7 +31,7 @@ class Replica:
         """`how`: of `accel.serve.models.served`. Raises AccelError."""
         self._stack = ExitStack()
         models = Models([self._stack.enter_context(served(Path(path), **how))])
-        self._made = application(models, key=key, limits=limits)
+        self._made = application(models, access=Access(key, [ANY_HOST]), limits=limits)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._made

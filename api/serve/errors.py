@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
@@ -58,6 +57,12 @@ class ApiError(Exception):
         )
 
 
+def unsupported(name: str) -> ApiError:
+    """A field of a request that asks for what this server does not do."""
+    told = f"{name} is not supported; leave it out"
+    return ApiError(400, told, param=name, code="unsupported_parameter")
+
+
 def of_exception(error: BaseException, fields: Collection[str] = ()) -> ApiError:
     """What a client is told of an exception; `fields`: of its request, of which a message may begin with one."""
     if isinstance(error, ApiError):
@@ -81,38 +86,10 @@ async def on_exception(_: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(_: Request, error: Exception) -> Response:
-    """Of the framework: an unknown path or method, or a body that cannot be read."""
+    """Of the framework: an unknown path or method."""
     assert isinstance(error, HTTPException)
-    cause = error.__cause__
-    if isinstance(cause, UnicodeDecodeError):
-        message = f"the body is not UTF-8 (byte {cause.start}); send JSON in UTF-8"
-    elif isinstance(cause, RecursionError):
-        message = "the body is nested too deeply; send the request's JSON object"
-    elif isinstance(cause, ValueError):
-        message = f"the body cannot be read: {cause}"
-    elif error.status_code == 404:
+    if error.status_code == 404:
         message = "there is nothing at this path; the API is under /v1 (GET /v1/models)"
     else:
         message = str(error.detail)
     return ApiError(error.status_code, message, headers=error.headers).response
-
-
-async def on_invalid(_: Request, error: Exception) -> Response:
-    """A body that is no JSON, or whose fields have wrong types."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [part for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        told = first["ctx"]["error"]
-        return ApiError(400, f"the body is not JSON: {told}, at character {place[0]}").response
-    if not place:
-        untyped = isinstance(first["input"], bytes)
-        told = "its Content-Type is not application/json" if untyped else "it is no JSON object"
-        return ApiError(400, f"the body cannot be read: {told}; send a JSON object").response
-    param = str(place[0])
-    if first["type"] == "missing":
-        where = ".".join(str(part) for part in place)
-        return ApiError(400, f"{where} is missing; give it", param=param).response
-    said = {e["msg"]: None for e in error.errors() if e["loc"][1:2] == (place[0],)}
-    where = ".".join(str(part) for part in place) if len(said) == 1 else param
-    return ApiError(400, f"{where}: {'; or: '.join(said)}", param=param).response

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Thread
 
 from accel.runtime.serve.engine import Event, Ticket
@@ -65,12 +66,14 @@ class Live:
 
     def __init__(self) -> None:
         self._events = set[Events]()
-        self._ended = False
+        self._waits = set[asyncio.Timeout]()
+        self.ended = False
+        """Whether the server ended them."""
 
     def add(self, events: Events) -> None:
         """One more."""
         self._events.add(events)
-        if self._ended:
+        if self.ended:
             events.end()
 
     def remove(self, events: Events) -> None:
@@ -80,6 +83,19 @@ class Live:
 
     def end(self) -> None:
         """The server ends: nothing more is answered."""
-        self._ended = True
+        self.ended = True
         for events in self._events:
             events.end()
+        for limit in self._waits:
+            limit.reschedule(0)
+
+    @contextmanager
+    def waiting(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """Around a wait for the rest of a request: its time is over where the server ends."""
+        self._waits.add(limit)
+        if self.ended:
+            limit.reschedule(0)
+        try:
+            yield
+        finally:
+            self._waits.discard(limit)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from accel.ir.errors import InputError, unknown
+from accel.ir.version import VERSION
 from accel.runtime.inputs.chat import check_template
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.serve.engine import Engine
@@ -37,6 +41,14 @@ class Served:
         """Whether there is a template for messages."""
         tokenizer = self.model.tokenizer
         return self.chat_template is not None or bool(tokenizer and tokenizer.config.templates)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What answers of other weights, another recipe or another version of accel do not share."""
+        artifact = self.model.artifact
+        digest = None if artifact is None else artifact.manifest.digest
+        told = json.dumps([digest, self.model.recipe], sort_keys=True, default=str)
+        return f"accel-{VERSION}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
     @property
     def names(self) -> dict[str, str | None]:

@@ -12,9 +12,11 @@ from accel.runtime.inputs.prompts import as_prompts, items_of
 from accel.runtime.inputs.text import Tokenizer
 from accel.serve.errors import ApiError
 from accel.serve.models import Served
-from accel.serve.tools import told
+from accel.serve.schemas import ChatRequest
+from accel.serve.tools import as_templates_want
 
 PER_TOKEN = 16  # characters of a text that is looked at first, for each token of the context
+_MARK = "\ue0a5\uf1c3\ue2d7"  # of no script: no text and no template has it
 _TAKEN = {*inspect.signature(Tokenizer.apply_chat_template).parameters, "config"}
 _VARIABLES = {"add_generation_prompt"}  # of a template's own names, those that a client may set
 
@@ -35,13 +37,40 @@ def of_completion(prompt: Any, served: Served) -> list[Ints]:
     return _checked(prompt, served, "prompt")
 
 
+def texts(prompt: Any, served: Served) -> list[str]:
+    """The text of each prompt of a completion."""
+    tokenizer = served.model.tokenizer
+    assert tokenizer is not None, "the command refuses models without"
+    found = items_of(prompt, "prompts")
+    return [one if isinstance(one, str) else tokenizer.decode(one) for one in found]
+
+
+def variables(asked: ChatRequest) -> Mapping[str, Any] | None:
+    """What the template reads beside the messages. Raises ApiError."""
+    opens = asked.add_generation_prompt
+    if asked.continue_final_message:
+        if opens:
+            raise ApiError(
+                400,
+                "continue_final_message goes on with the last message, and add_generation_prompt opens another; give "
+                "one",
+                param="continue_final_message",
+            )
+        opens = False
+    given = {} if opens is None else {"add_generation_prompt": opens}
+    return {**(asked.chat_template_kwargs or {}), **given}
+
+
 def of_chat(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None,
     served: Served,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    go_on: bool = False,
 ) -> tuple[Ints, str]:
-    """The prompt [n] that the template makes of messages, and its text. Raises ApiError, AccelError."""
+    """The prompt [n] that the template makes of messages, and its text; `go_on`: it ends in the last one, which is the
+    assistant's. Raises ApiError, AccelError.
+    """
     if wrong := sorted((_TAKEN - _VARIABLES) & {*(variables or {})}):
         raise ApiError(
             400,
@@ -49,17 +78,38 @@ def of_chat(
             param="chat_template_kwargs",
         )
     plain = [_plain(message, i) for i, message in enumerate(messages)]
+    if go_on:
+        plain = _marked(plain)
     tokenizer = served.model.tokenizer
     assert tokenizer is not None, "the command refuses models without"
     try:
         given = {**(variables or {}), "chat_template": served.chat_template, "tools": tools}
         text = tokenizer.apply_chat_template(plain, tokenize=False, **given)
+        text = _up_to_mark(text) if go_on else text
         _check_length(text, served, "messages")
         ids = tokenizer.encode(text, special=False)
     except InputError as error:
         raise ApiError(400, str(error), param="messages") from None
     (found,) = _checked(ids, served, "messages")
     return found, text
+
+
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With a mark at the end of the last one. Raises ApiError."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        told = "continue_final_message: the last message is not the assistant's, with text; give one that is"
+        raise ApiError(400, told, param="continue_final_message")
+    return [*messages[:-1], {**last, "content": last["content"] + _MARK}]
+
+
+def _up_to_mark(text: str) -> str:
+    """Raises ApiError."""
+    before, mark, _ = text.rpartition(_MARK)
+    if not mark:
+        told = "continue_final_message: the model's chat template does not write the last message"
+        raise ApiError(400, told, param="continue_final_message")
+    return before
 
 
 def _check_length(text: str, served: Served, param: str) -> None:
@@ -83,7 +133,7 @@ def _check_length(text: str, served: Served, param: str) -> None:
 
 def _plain(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     """A message whose parts of text are one text, as most templates want it. Raises ApiError."""
-    message = told(message, i)
+    message = as_templates_want(message, i)
     content = message.get("content")
     if not isinstance(content, list):
         if content is not None and not isinstance(content, str):

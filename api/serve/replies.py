@@ -239,6 +239,7 @@ def usage(tickets: Sequence[Ticket], prompts: int) -> Object:
     accepted = sum(one.accepted for one in told)
     return {
         "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": sum(one.reused for one in told[::samples])},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(one.drafted for one in told) - accepted,

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, shown
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.serve.engine import Request, Ticket
+from accel.runtime.serve.engine import Event, Request, Ticket
 from accel.runtime.serve.reply.machine import Reading
 from accel.serve import prompts, tools
-from accel.serve.errors import ApiError, of_exception
+from accel.serve.constraints import FIELDS, constraint
+from accel.serve.errors import ApiError, of_exception, unsupported
 from accel.serve.models import Served
-from accel.serve.schemas import ChatRequest, CompletionRequest, Generation, ResponseFormat
+from accel.serve.schemas import ChatRequest, CompletionRequest, Generation
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 TEMPERATURE = 1.0  # OpenAI's default
@@ -26,7 +28,7 @@ _BAN = -100.0  # the least bias of OpenAI's: the token never comes
 @dataclass(frozen=True)
 class Asked:
     """The prompts of a request [n], and how many samples of each: choice i is of prompt i // samples. `reading`: how
-    they are read; `guide`: what they have to be.
+    they are read; `guide`: what they have to be; `echoes`: the text of each prompt, where answers begin with it.
     """
 
     prompts: Sequence[Ints]
@@ -36,6 +38,7 @@ class Asked:
     adapter: str | None
     reading: Reading
     guide: StructuredOutputsParams | None
+    echoes: Sequence[str] = ()
 
     def submit(self) -> list[Ticket]:
         """Give all choices to the engine, or none. Raises Full, ApiError, AccelError."""
@@ -45,6 +48,9 @@ class Asked:
             marks = frozenset(self.reading.marks.values())
             for prompt in self.prompts:
                 for sample in range(self.samples):
+                    if self.asked.max_tokens == 0 and isinstance(self.asked, CompletionRequest):
+                        tickets.append(_ended(prompt))
+                        continue
                     request = Request(
                         prompt, params, adapter=self.adapter, sample=sample, marks=marks
                     )
@@ -62,23 +68,26 @@ class Asked:
 
 def of_completion(asked: CompletionRequest, served: Served, adapter: str | None) -> Asked:
     """Raises ApiError."""
-    for name in ("echo", "suffix"):
-        if getattr(asked, name):
-            raise _unsupported(name)
+    if asked.suffix:
+        raise unsupported("suffix")
+    if asked.echo and asked.logprobs is not None:
+        told = "echo with logprobs is not supported: those of a prompt are not told; leave one out"
+        raise ApiError(400, told, param="echo", code="unsupported_parameter")
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        raise _unsupported("best_of")
+        raise unsupported("best_of")
     samples = _samples(asked, served)
     _check_texts(prompts.count(asked.prompt) * samples, served)
     found = prompts.of_completion(asked.prompt, served)
+    echoes = prompts.texts(asked.prompt, served) if asked.echo else ()
     assert served.model.tokenizer is not None, "the command refuses models without"
-    reading, guide = Reading(served.model.tokenizer), _structured(asked.response_format)
-    return Asked(found, samples, asked, served, adapter, reading, guide)
+    reading = Reading(served.model.tokenizer)
+    return Asked(found, samples, asked, served, adapter, reading, constraint(asked), echoes)
 
 
 def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
     """Raises ApiError, AccelError."""
     if asked.functions:
-        raise _unsupported("functions")
+        raise unsupported("functions")
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
     samples = _samples(asked, served)
@@ -89,11 +98,12 @@ def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
         effort["reasoning_effort"] = asked.reasoning_effort
     if asked.reasoning_effort == "none":
         effort["enable_thinking"] = False
-    variables = {**effort, **(asked.chat_template_kwargs or {})}
-    found, text = prompts.of_chat(asked.messages, variables, served, calling.shown)
+    variables = {**effort, **(prompts.variables(asked) or {})}
+    go_on = bool(asked.continue_final_message)
+    found, text = prompts.of_chat(asked.messages, variables, served, calling.shown, go_on)
     thinking = calling.thinking
     reading = calling.reading(served, bool(thinking and text.rstrip().endswith(thinking.open)))
-    guide = calling.guide(reading, _structured(asked.response_format))
+    guide = calling.guide(reading, constraint(asked))
     return Asked([found], samples, asked, served, adapter, reading, guide)
 
 
@@ -103,12 +113,6 @@ def top(asked: Generation) -> int | None:
         return (asked.top_logprobs or 0) if asked.logprobs else None
     assert isinstance(asked, CompletionRequest)
     return asked.logprobs
-
-
-def _unsupported(name: str) -> ApiError:
-    return ApiError(
-        400, f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
-    )
 
 
 def _samples(asked: Generation, served: Served) -> int:
@@ -136,6 +140,13 @@ def _check_texts(count: int, served: Served) -> None:
         )
 
 
+def _ended(prompt: Ints) -> Ticket:
+    """What nothing is made of."""
+    ticket = Ticket(int(prompt.size), lambda: None)
+    ticket.put(Event(-1, "", finish="length"))
+    return ticket
+
+
 def _full_context(prompts: Sequence[Ints], served: Served) -> bool:
     return any(prompt.size >= served.model.facts.max_context for prompt in prompts)
 
@@ -144,11 +155,13 @@ def _in_their_words(error: InputError, asked: Generation) -> ApiError:
     """An error of the options, with the names of the request's fields."""
     text, tooled = str(error), isinstance(asked, ChatRequest) and asked.tools
     for own, theirs in (
-        ("structured_outputs", "tools" if tooled else "response_format"),
+        *(("structured_outputs", name) for name in FIELDS),
+        *([("structured_outputs", "tools")] if tooled else []),
         ("max_tokens", "max_completion_tokens"),
     ):
         if text.startswith(own) and getattr(asked, theirs, None) is not None:
             error = InputError(theirs + text.removeprefix(own))
+            break
     return of_exception(error, type(asked).model_fields)
 
 
@@ -164,7 +177,7 @@ def _params(
     elif limit is None:
         limit = COMPLETION_TOKENS
     return SamplingParams(
-        max_tokens=limit,
+        max_tokens=limit or (0 if isinstance(asked, ChatRequest) else 1),  # `_ended`
         temperature=TEMPERATURE if asked.temperature is None else asked.temperature,
         top_k=None if asked.top_k in (0, -1) else asked.top_k,  # vLLM's for all tokens
         top_p=asked.top_p,
@@ -182,29 +195,13 @@ def _params(
     )
 
 
-def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+def _bias(bias: dict[str, Any] | None) -> dict[int, float] | None:
     """JSON has keys of text. Raises ApiError."""
-    try:
-        found = {int(token): value for token, value in (bias or {}).items()}
-    except ValueError as error:
-        raise ApiError(
-            400, f"logit_bias: {error}; its keys are token ids", param="logit_bias"
-        ) from None
-    return {token: -math.inf if v <= _BAN else v for token, v in found.items()} or None
-
-
-def _structured(response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
-    """What a `response_format` makes the text be; None: any text. Raises ApiError, InputError."""
-    if response_format is None or response_format.type == "text":
-        return None
-    if response_format.type == "json_object":
-        return StructuredOutputsParams(json={"type": "object"})
-    if response_format.json_schema is None:
-        raise ApiError(
-            400,
-            'response_format: "json_schema" is missing; give {"name": …, "schema": …}',
-            param="response_format",
-        )
-    # compact, as OpenAI's: small models would write nothing but whitespace
-    schema = response_format.json_schema.json_schema
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    found: dict[int, float] = {}
+    for token, value in (bias or {}).items():
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", token):
+            told = f"logit_bias: {shown(token)} is no token id; its keys are token ids"
+            raise ApiError(400, told, param="logit_bias")
+        low = isinstance(value, int | float) and value <= _BAN
+        found[int(token)] = -math.inf if low else value
+    return found or None

@@ -1,16 +1,26 @@
-"""What the API takes, with OpenAI's names. A field that no class names is ignored."""
+"""What the API takes, with OpenAI's names. A field that no class names is ignored, and told or refused (`body`)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+T = TypeVar("T")
+Listed = Annotated[
+    list[T], Field(fail_fast=True)
+]  # one error is enough, however many entries are wrong
+REFUSED = "refused"
+Refused = Annotated[
+    Any, REFUSED
+]  # what a text cannot be held to: an error where it asks for something
+Unused = Annotated[Any, "of no effect on a text"]
 
 
 class Schema(BaseModel):
     """Types are as JSON has them: no text for a number."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
 
 class StreamOptions(Schema):
@@ -23,37 +33,74 @@ class JsonSchema(Schema):
     """A schema that the text must follow, whatever `strict` says."""
 
     name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
     json_schema: dict[str, Any] | bool = Field(alias="schema")
 
 
 class ResponseFormat(Schema):
-    """What the text must be."""
+    """What the text must be. `schema`: of `json_object`, as llama.cpp takes it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    object_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class StructuredOutputs(Schema):
+    """vLLM's, of which one of the first five is given."""
+
+    json_value: dict[str, Any] | str | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Listed[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class Generation(Schema):
-    """The options of both kinds of request; None: not given. Those after `response_format` are vLLM's."""
+    """The options of both kinds of request; None: not given. Those after `response_format` are vLLM's, `grammar` and
+    `json_schema` llama.cpp's.
+    """
 
     model: str | None = None  # the one that is served
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Listed[int] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Listed[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | bool | None = None
+    min_tokens: Refused = None
+    bad_words: Refused = None
+    allowed_token_ids: Refused = None
+    prompt_logprobs: Refused = None
+    guided_whitespace_pattern: Refused = None
+    structural_tag: Refused = None
+    use_beam_search: Refused = None
+    user: Unused = None
+    metadata: Unused = None
+    store: Unused = None
+    service_tier: Unused = None
+    safety_identifier: Unused = None
+    prompt_cache_key: Unused = None
 
 
 class CompletionRequest(Generation):
@@ -67,15 +114,19 @@ class CompletionRequest(Generation):
 
 
 class ChatRequest(Generation):
-    """POST /v1/chat/completions. `chat_template_kwargs` is vLLM's: variables of the template."""
+    """POST /v1/chat/completions. The last three are vLLM's: variables of the template, whether it opens an
+    answer, and whether the last message goes on.
+    """
 
-    messages: list[dict[str, Any]]
+    messages: Listed[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
+    tools: Listed[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None

@@ -6,12 +6,15 @@ import asyncio
 import errno
 import math
 import socket
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
 
 from accel.ir.errors import InputError
+from accel.serve.connection import Connection
 from accel.serve.events import Live
+from accel.serve.gate import HEAD_BYTES
 from accel.serve.stream import LAST_WORDS
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -44,9 +47,10 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
-def server(app: FastAPI, drain: float) -> uvicorn.Server:
+def server(app: FastAPI, drain: float, ready: Callable[[], None] = lambda: None) -> uvicorn.Server:
     """Of an application. `run(sockets=[…])` serves until SIGTERM or SIGINT (or `should_exit`), then takes no more
-    requests and gives those that it has `drain` seconds to end; who waits still is answered 503.
+    requests and gives those that it has `drain` seconds to end; who waits still is answered 503. `ready`: called once
+    it takes requests.
     """
     config = uvicorn.Config(
         app,
@@ -56,16 +60,22 @@ def server(app: FastAPI, drain: float) -> uvicorn.Server:
         timeout_graceful_shutdown=math.ceil(drain + LAST_WORDS) + 1,  # who does not read it
         lifespan="off",
         ws="none",
+        http=Connection,
+        h11_max_incomplete_event_size=HEAD_BYTES,
     )
-    return _Server(config, app.state.live, drain)
+    return _Server(config, app.state.live, drain, ready)
 
 
 class _Server(uvicorn.Server):
     """Ends the answers that are not over `drain` seconds after it was told to end."""
 
-    def __init__(self, config: uvicorn.Config, live: Live, drain: float):
+    def __init__(self, config: uvicorn.Config, live: Live, drain: float, ready: Callable[[], None]):
         super().__init__(config)
-        self._live, self._drain = live, drain
+        self._live, self._drain, self._ready = live, drain, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         late = asyncio.get_running_loop().call_later(self._drain, self._live.end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
@@ -46,10 +46,15 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncIterator[Any], seconds: float, on_end: Callable[[], None]
+        self,
+        chunks: AsyncIterator[Any],
+        seconds: float,
+        on_end: Callable[[], None],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """`seconds`: the most that it may take; `on_end`: called in any case."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**own, **(headers or {})})
         del self.headers["content-length"]
         self._chunks, self._seconds, self._on_end = chunks, seconds, on_end
 

@@ -112,23 +112,23 @@ def _knows_tools(source: str) -> bool:
     return any(re.search(r"\btools\b", _QUOTED.sub("", part)) for part in _PARTS.findall(source))
 
 
-def _tools(given: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
+def _tools(offered: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
     """The tools as they were given, and what they are. Raises ApiError."""
-    if len(given) > MOST:
-        raise _refused(f"tools: {len(given)} were given; give at most {MOST}")
+    if len(offered) > MOST:
+        raise _refused(f"tools: {len(offered)} were given; give at most {MOST}")
     found = dict[str, Tool]()
-    for i, one in enumerate(given):
+    for i, one in enumerate(offered):
         tool = _tool(one, f"tools[{i}]")
         if tool.name in found:
             raise _refused(f"tools: two are named {tool.name}; rename one")
         found[tool.name] = tool
-    return list(given), list(found.values())
+    return list(offered), list(found.values())
 
 
-def _tool(given: Any, place: str) -> Tool:
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(given, Mapping) or given.get("type") != "function":
-        kind = given.get("type") if isinstance(given, Mapping) else given
+def _tool(offered: Any, place: str) -> Tool:
+    function = offered.get("function") if isinstance(offered, Mapping) else None
+    if not isinstance(offered, Mapping) or offered.get("type") != "function":
+        kind = offered.get("type") if isinstance(offered, Mapping) else offered
         raise _refused(f'{place}: its type is {shown(kind)}; this server takes "function" only')
     if not isinstance(function, Mapping):
         raise _refused(f'{place}.function is no object; give {{"name": …, "parameters": …}}')
@@ -151,19 +151,19 @@ def _tool(given: Any, place: str) -> Tool:
     return Tool(name, {"type": "object", **schema}, bool(function.get("strict")))
 
 
-def _choice(given: Any, names: Sequence[str]) -> str | None:
+def _choice(choice: Any, names: Sequence[str]) -> str | None:
     """Of _CHOICES, a tool's name, or None. Raises ApiError."""
-    if given is None:
+    if choice is None:
         return None
-    if isinstance(given, str):
-        if given not in _CHOICES:
-            raise _refused(unknown("tool_choice", given, _CHOICES), "tool_choice")
-        if given == "required" and not names:
+    if isinstance(choice, str):
+        if choice not in _CHOICES:
+            raise _refused(unknown("tool_choice", choice, _CHOICES), "tool_choice")
+        if choice == "required" and not names:
             raise _refused('tool_choice "required" goes with tools; give some', "tool_choice")
-        return given
-    function = given.get("function") if isinstance(given, Mapping) else None
+        return choice
+    function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or given.get("type") != "function":
+    if not isinstance(name, str) or choice.get("type") != "function":
         raise _refused(
             'tool_choice is none of "auto", "none", "required" and {"type": "function", "function": {"name": …}}',
             "tool_choice",
@@ -173,7 +173,7 @@ def _choice(given: Any, names: Sequence[str]) -> str | None:
     return name
 
 
-def told(message: Mapping[str, Any], i: int) -> dict[str, Any]:
+def as_templates_want(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     """A message of a history as templates want it: arguments of calls as objects, and no content that is null where
     there are calls. Raises ApiError.
     """
@@ -189,11 +189,11 @@ def told(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     return found
 
 
-def _calls(given: Any, place: str) -> list[dict[str, Any]]:
-    if not isinstance(given, list):
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
         raise ApiError(400, f"{place} is no list", param="messages")
     found = []
-    for j, call in enumerate(given):
+    for j, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ApiError(
@@ -208,11 +208,11 @@ def _calls(given: Any, place: str) -> list[dict[str, Any]]:
     return found
 
 
-def _arguments(given: Any, place: str) -> Any:
-    if given in (None, ""):
+def _arguments(arguments: Any, place: str) -> Any:
+    if arguments in (None, ""):
         return {}
     try:
-        found = json.loads(given) if isinstance(given, str) else given
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"{place} is no JSON: {error}", param="messages") from None
     if not isinstance(found, dict):

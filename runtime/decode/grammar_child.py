@@ -1,15 +1,15 @@
-"""What `grammar_trial` runs: compiles one grammar, which may overflow the stack and so end this process. It imports
-nothing of accel, so that it starts fast.
+"""What a child of `grammar_trial` does: compiles one grammar, which may overflow the stack and so end this process. It
+imports nothing of accel.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import sys
 import threading
 from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
 
 # Lark's strings, expressions and comments, and special tokens, of which this process knows one
 _LEXEMES = re.compile(
@@ -20,10 +20,17 @@ _LEAST = 1 << 18
 _USUAL = 1 << 21  # bytes of a stack without a limit (glibc)
 
 
-def compile_grammar(kind: str, source: str, overrides: dict[str, Any]) -> None:
-    """As `Grammar` does, for a vocabulary of bytes. What is not valid raises, or not: nobody asks."""
-    from llguidance import LLMatcher, LLTokenizer
+def work(request: dict[str, Any]) -> None:
+    """Compile it with half the stack that a thread of the parent has."""
+    threading.stack_size(max(_stack() // 2, _LEAST) & ~0xFFFF)
+    threading.excepthook = lambda _: None
+    thread = threading.Thread(target=_compile, kwargs=request)
+    thread.start()
+    thread.join()
 
+
+def _compile(kind: str, source: str, overrides: dict[str, Any]) -> None:
+    """As `Grammar` does, for a vocabulary of bytes. What is not valid raises, or not: nobody asks."""
     vocabulary = LLTokenizer("byte")
     if kind == "json":
         text = LLMatcher.grammar_from_json_schema(source, overrides=overrides)
@@ -38,29 +45,11 @@ def compile_grammar(kind: str, source: str, overrides: dict[str, Any]) -> None:
 
 
 def _stack() -> int:
-    """Bytes of the stack of a thread of the parent; no core is dumped where one overflows."""
+    """Bytes of the stack of a thread of the parent."""
     with contextlib.suppress(ImportError):  # of POSIX systems
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
         if limit != resource.RLIM_INFINITY:
             return limit
     return _USUAL
-
-
-def main() -> None:
-    """Read the grammar from stdin, and try it with half the stack that a thread of the parent has."""
-    given = json.load(sys.stdin)
-    sys.path.append(given["packages"])
-    threading.stack_size(max(_stack() // 2, _LEAST) & ~0xFFFF)
-    threading.excepthook = lambda _: None
-    thread = threading.Thread(
-        target=compile_grammar, args=(given["kind"], given["source"], given["overrides"])
-    )
-    thread.start()
-    thread.join()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,10 +14,13 @@ import numpy as np
 from accel.ir.errors import InputError, extra, shown
 from accel.runtime.call import Logits
 from accel.runtime.decode.grammar_trial import try_grammar
+from accel.runtime.decode.schema_limits import OPTIONS, check_schema
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 
 KINDS = ("json", "regex", "choice", "grammar")
+_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+_LONGEST = 1 << 17  # characters of GBNF, which Python reads
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class StructuredOutputsParams:
         regex: a regular expression that the whole text matches, in Rust's syntax (no look-around, no
             back-references).
         choice: strings, of which the text is one.
-        grammar: a grammar in Lark's syntax, as llguidance reads it; its first rule is `start`.
+        grammar: a grammar in Lark's syntax, as llguidance reads it, that begins at `start`; or in llama.cpp's (GBNF),
+            that begins at `root`.
         disable_any_whitespace: JSON without whitespace between its tokens.
     """
 
@@ -87,7 +92,11 @@ class Grammar:
             )
         llguidance = _library()
         matcher, source = llguidance.LLMatcher, params.source
-        loose = {"whitespace_flexible": not params.disable_any_whitespace}
+        loose = {**OPTIONS, "whitespace_flexible": not params.disable_any_whitespace}
+        if params.kind == "json":
+            check_schema(json.loads(source))
+        if params.kind == "grammar" and _GBNF.search(source):
+            source = _as_lark(source)
         try_grammar(llguidance, params.kind, source, loose)
         vocabulary = _vocabulary(tokenizer, vocab_size)
         try:
@@ -203,6 +212,21 @@ def _schema(value: Any) -> str:
         return json.dumps({} if value is True else value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"structured_outputs: json is no JSON schema: {error}") from None
+
+
+def _as_lark(text: str) -> str:
+    """A grammar of llama.cpp's in Lark's syntax. Raises InputError."""
+    if len(text) > _LONGEST:
+        raise InputError(
+            f"structured_outputs: grammar has {len(text):,} characters; give at most {_LONGEST:,} of GBNF"
+        )
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # the reader raises plain ones, and RecursionError
+        told = "it is nested too deeply" if isinstance(error, RecursionError) else _line(str(error))
+        raise InputError(f"structured_outputs: grammar is not valid: {told}") from None
 
 
 def _line(text: str) -> str:

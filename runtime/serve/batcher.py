@@ -258,6 +258,8 @@ class Batcher:
         """So many tokens of it ran: what comes of it, in the engine's own thread."""
         whole = tokens == job.left.size
         job.ran(tokens)
+        reused = int(job.session.stats["reused"]) if whole and job.session is not None else 0
+        job.ticket.reuse(reused)
         if self._alone:
             self._pull(job)
         elif whole:
@@ -266,8 +268,7 @@ class Batcher:
             return
         if job.handoff is None:
             self._queue.count("prompt_tokens_total", job.row.prompt.size)
-            if job.session is not None:
-                self._queue.count("reused_tokens_total", int(job.session.stats["reused"]))
+            self._queue.count("reused_tokens_total", reused)
         job.handoff = None
         if job.hands and not job.over:
             self._hand(job)

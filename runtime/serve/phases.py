@@ -333,6 +333,7 @@ class Phases:
             event: Event | AccelError = event_from_json(message)
             ticket.stop_reason = message["stop"]
             ticket.count(*message["drafts"])
+            ticket.reuse(message["reused"])
         else:
             event = error_from_json(message)
         over = message["do"] == "error" or message["finish"] is not None

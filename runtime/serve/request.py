@@ -62,13 +62,15 @@ class Event:
 @dataclass(frozen=True)
 class Usage:
     """Tokens of a request so far: those of its prompt, those that were made, those that were drafted, and of these
-    those that stood. A preempted request's drafts count on.
+    those that stood. A preempted request's drafts count on. `reused`: tokens of the prompt that did not run, because
+    `kv.reuse` had their keys and values.
     """
 
     prompt_tokens: int
     completion_tokens: int
     drafted: int = 0
     accepted: int = 0
+    reused: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Ticket:
         self._listener = listener
         self._on_cancel = on_cancel
         self._prompt_tokens, self._made = prompt_tokens, 0
-        self._drafted = self._accepted = 0
+        self._drafted = self._accepted = self._reused = 0
         self._ended = False
         self.cancelled = False
         """Whether `cancel` was called."""
@@ -123,11 +125,15 @@ class Ticket:
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        return Usage(self._prompt_tokens, self._made, self._drafted, self._accepted)
+        return Usage(self._prompt_tokens, self._made, self._drafted, self._accepted, self._reused)
 
     def count(self, drafted: int, accepted: int) -> None:
         """So many tokens were drafted so far, and so many of them stood; of the engine."""
         self._drafted, self._accepted = drafted, accepted
+
+    def reuse(self, tokens: int) -> None:
+        """So many tokens of its prompt did not run; of the engine. Where it is handed over, the first one knows."""
+        self._reused = max(self._reused, tokens)
 
     def put(self, event: Event | BaseException) -> None:
         """Give an event to whoever iterates; of the engine."""

@@ -109,6 +109,7 @@ def event_to_json(event: Event, ticket: Ticket) -> dict[str, Any]:
     found = {"token": event.token, "text": event.text, "finish": event.finish}
     found |= {"mark": event.mark}
     found |= {"stop": ticket.stop_reason, "drafts": [ticket.usage.drafted, ticket.usage.accepted]}
+    found["reused"] = ticket.usage.reused
     if event.logprobs is not None:
         found["logprobs"] = [[token, asdict(one)] for token, one in event.logprobs.items()]
     return found

@@ -52,7 +52,7 @@ def read(
         if wrong:
             raise ValueError(f"{wrong[0]} is no line of numbers")
         size, theirs = int(notes["vocab_size"]), str(notes["vocabulary"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
         raise damaged(name, folder, error, kind) from error
     if size > vocab_size or (digest and theirs and digest != theirs):
         raise RecipeError(

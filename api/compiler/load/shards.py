@@ -69,7 +69,7 @@ def _index(path: Path) -> dict[str, str]:
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in places.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CaptureError(
             f"{path} is not an index of shards: {type(error).__name__}: {error}"
         ) from error

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accel.ir.errors import InputError
+from accel.runtime.decode.schema_limits import OPTIONS, check_schema
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.serve.reply.family import Family
 from accel.runtime.serve.reply.forms import Marks, Tool, literal
@@ -51,6 +52,7 @@ def _calls(reading: Reading, family: Family, marks: Marks, several: bool, lines:
     form = family.form
     for tool in reading.tools:
         _check_tokens(tool, reading.tokenizer.added)
+        check_schema(tool.schema)
     rules = [form.rule(tool, marks) for tool in reading.tools]
     lines += form.rules
     lines += [f"call{i}: {rule}" for i, rule in enumerate(rules)]
@@ -125,7 +127,10 @@ def _of_kind(answer: StructuredOutputsParams) -> str:
     """It as the right side of a rule."""
     if answer.kind == "json":
         schema: Any = json.loads(answer.source)
-        schema["x-guidance"] = {"whitespace_flexible": not answer.disable_any_whitespace}
+        check_schema(schema)
+        if not isinstance(schema, dict):  # true or false
+            schema = {"allOf": [schema]}
+        schema["x-guidance"] = {**OPTIONS, "whitespace_flexible": not answer.disable_any_whitespace}
         return f"%json {json.dumps(schema)}"
     if answer.kind == "regex":
         slashes = re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", answer.source, flags=re.DOTALL)

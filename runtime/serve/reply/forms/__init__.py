@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from accel.runtime.decode.schema_limits import OPTIONS
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -150,6 +152,7 @@ def json_rule(schema: Any) -> str:
     """
     told = {} if schema is True else dict(schema)
     told["x-guidance"] = {
+        **OPTIONS,
         "whitespace_flexible": False,
         "item_separator": ", ",
         "key_separator": ": ",

@@ -42,15 +42,15 @@ class Tags(Form):
 
     def rule(self, tool: Tool, marks: Marks) -> str:
         lines = []
-        for one in properties_of(tool):
-            if re.search(r"[<>\n]", one.name):
+        for part in properties_of(tool):
+            if re.search(r"[<>\n]", part.name):
                 raise InputError(
-                    f"{tool.name}: the name {one.name!r:.80} cannot stand in a tag; rename the parameter"
+                    f"{tool.name}: the name {part.name!r:.80} cannot stand in a tag; rename the parameter"
                 )
-            value = _value_rule(tool, one)
-            line = f"{literal(f'<parameter={one.name}>' + _LINE)} {value} "
+            value = _value_rule(tool, part)
+            line = f"{literal(f'<parameter={part.name}>' + _LINE)} {value} "
             line += literal(_LINE if value == _FREE else f"{_LINE}{_VALUE_END}{_LINE}")
-            lines.append(line if one.required else f"({line})?")
+            lines.append(line if part.required else f"({line})?")
         head = literal(f"<function={tool.name}>" + _LINE)
         return f"{head} {' '.join(lines)} {literal(_END)}"
 
@@ -63,16 +63,16 @@ _FREE = "free_text"
 _LINE = "\n"
 
 
-def _value_rule(tool: Tool, one: Property) -> str:
+def _value_rule(tool: Tool, part: Property) -> str:
     """The right side of a rule for a value. Raises InputError."""
-    if not is_text(one.schema):
-        return json_rule(one.schema)
-    if more := sorted(one.schema.keys() - _SAID):
+    if not is_text(part.schema):
+        return json_rule(part.schema)
+    if more := sorted(part.schema.keys() - _SAID):
         raise InputError(
-            f"{tool.name}: {one.name} has {more[0]!r}, which this model's calls cannot hold a text to, since they "
+            f"{tool.name}: {part.name} has {more[0]!r}, which this model's calls cannot hold a text to, since they "
             "write it without quotes; leave it out"
         )
-    values = values_of(one.schema)
+    values = values_of(part.schema)
     if values is None:
         return _FREE
     return "(" + " | ".join(literal(value) or '""' for value in values) + ")"
