@@ -97,10 +97,11 @@ def of_chat(
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """With a mark at the end of the last one. Raises ApiError."""
     last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+    content = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(content, str) or not content:
         told = "continue_final_message: the last message is not the assistant's, with text; give one that is"
         raise ApiError(400, told, param="continue_final_message")
-    return [*messages[:-1], {**last, "content": last["content"] + _MARK}]
+    return [*messages[:-1], {**last, "content": content + _MARK}]
 
 
 def _up_to_mark(text: str) -> str:

@@ -81,7 +81,7 @@ def of_completion(asked: CompletionRequest, served: Served, adapter: str | None)
     echoes = prompts.texts(asked.prompt, served) if asked.echo else ()
     assert served.model.tokenizer is not None, "the command refuses models without"
     reading = Reading(served.model.tokenizer)
-    return Asked(found, samples, asked, served, adapter, reading, constraint(asked), echoes)
+    return Asked(found, samples, asked, served, adapter, reading, _constraint(asked), echoes)
 
 
 def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
@@ -103,7 +103,7 @@ def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
     found, text = prompts.of_chat(asked.messages, variables, served, calling.shown, go_on)
     thinking = calling.thinking
     reading = calling.reading(served, bool(thinking and text.rstrip().endswith(thinking.open)))
-    guide = calling.guide(reading, constraint(asked))
+    guide = calling.guide(reading, _constraint(asked))
     return Asked([found], samples, asked, served, adapter, reading, guide)
 
 
@@ -149,6 +149,14 @@ def _ended(prompt: Ints) -> Ticket:
 
 def _full_context(prompts: Sequence[Ints], served: Served) -> bool:
     return any(prompt.size >= served.model.facts.max_context for prompt in prompts)
+
+
+def _constraint(asked: Generation) -> StructuredOutputsParams | None:
+    """What the text must be. Raises ApiError."""
+    try:
+        return constraint(asked)
+    except InputError as error:
+        raise _in_their_words(error, asked) from None
 
 
 def _in_their_words(error: InputError, asked: Generation) -> ApiError:
