@@ -31,12 +31,14 @@ def test_recipes_are_refused_or_right(runner, architecture):
     while chosen := packs.next():
         seed, pack = chosen
         outcome = runner.run(pack)
-        if outcome.kind != "refused":
-            break
-        refused += 1
-        assert outcome.why and refused < 20
-        packs.settle(seed, "refused")
-    assert outcome.kind == "equal", f"{outcome.case}: {outcome.why}"
+        if outcome.kind == "refused":
+            refused += 1
+            assert outcome.why and refused < 20
+        else:
+            assert outcome.kind == "equal", f"{outcome.case}: {outcome.why}"
+            if len(pack.tables) > 3:  # some pairs fit with little else
+                break
+        packs.settle(seed, outcome.kind)
     assert len(pack.tables) > 3
 
 

@@ -36,15 +36,14 @@ def quantized_linear(
 def quantized_embedding(
     b: Builder, ids: str, q: str, scales: str, zeros: str | None, bits: int, block: int, width: int
 ) -> str:
-    """Scales that are no float32 are widened in the rows that are read: all would take more memory than the weight's
-    share of a step.
+    """Scales that are no float32 are widened in the rows that are read, where there are no zero points: all would take
+    more memory than the weight's share of a step.
     """
     rows, blocks, size = b.shape(q)
     flat = b.viewed(q, (rows, blocks * size)) if isinstance(q, Param) else _flat(b, q)
-    if isinstance(scales, Param) and (
-        b.parts(scales) or scales.stored.blank.dtype != torch.float32
-    ):
-        flat, scales, zeros, ids = _rows_alone(b, ids, flat, scales, zeros)
+    narrow = isinstance(scales, Param) and (b.parts(scales) or b.dtype(scales) != torch.float32)
+    if isinstance(scales, Param) and narrow and zeros is None:
+        flat, scales, ids = _rows_alone(b, ids, flat, scales)
     found = b.node(
         "GatherBlockQuantized", flat, ids, _wide(b, scales), zeros,
         domain=MICROSOFT, bits=bits, block_size=block, gather_axis=0, quantize_axis=1,
@@ -54,10 +53,8 @@ def quantized_embedding(
     return str(b.node("Slice", found, b.ints(0), b.ints(width), b.ints(-1)))
 
 
-def _rows_alone(
-    b: Builder, ids: str, flat: str, scales: Param, zeros: str | None
-) -> tuple[str, str, str | None, str]:
-    """A weight's bytes, scales and zero points in the rows `ids`, and the places of these rows in them."""
+def _rows_alone(b: Builder, ids: str, flat: str, scales: Param) -> tuple[str, str, str]:
+    """A weight's bytes and scales in the rows `ids`, and the places of these rows in them."""
     each = b.node("Reshape", ids, b.ints(-1))
     parts = [
         b.cast(b.node("Gather", part, each), torch.float32) for part in b.parts(scales) or (scales,)
@@ -70,8 +67,7 @@ def _rows_alone(
         found = b.node("Reshape", scaled, b.ints(0, -1))
     count = b.node("Size", ids)
     places = b.node("Range", b.constant(0, torch.int64), count, b.constant(1, torch.int64))
-    own = None if zeros is None else b.node("Gather", zeros, each)
-    return b.node("Gather", flat, each), found, own, b.node("Reshape", places, b.node("Shape", ids))
+    return b.node("Gather", flat, each), found, b.node("Reshape", places, b.node("Shape", ids))
 
 
 def _wide(b: Builder, scales: str) -> str:
