@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from accel import cli
 from accel.serve import connection, gate
-from accel.serve.app import Access
+from accel.serve.limits import Access
 
 from . import serve_case
 from .test_serve import error_of

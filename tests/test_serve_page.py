@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from accel.serve.app import Access
+from accel.serve.limits import Access
 
 from . import serve_case
 

@@ -120,7 +120,8 @@ def serve(
     with extra("serve"):
         import prometheus_client as _  # noqa: F401  (the rest of the extra comes by the next two)
 
-        from accel.serve.app import Access, Limits, application
+        from accel.serve.app import application
+        from accel.serve.limits import Access, Limits
         from accel.serve.models import Models, served
         from accel.serve.server import LOOPBACK, bound, server
 

@@ -16,8 +16,9 @@ from accel.ray.room import actor_environment, check_room, machines, share
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.serve.opening import check_served
-from accel.serve.app import Access, Limits, application
+from accel.serve.app import application
 from accel.serve.gate import ANY_HOST
+from accel.serve.limits import Access, Limits
 from accel.serve.models import Models, served
 
 

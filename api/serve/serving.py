@@ -1,0 +1,140 @@
+"""What the endpoints share: the models, the limits, and how a request is read and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response
+
+from accel.runtime.serve.engine import Ticket
+from accel.runtime.serve.reply.machine import Machine
+from accel.serve import requests
+from accel.serve.body import Parsed, parsed
+from accel.serve.events import Events, Live
+from accel.serve.extras import Extras
+from accel.serve.limits import Limits
+from accel.serve.metrics import Clock, Metrics
+from accel.serve.models import Models
+from accel.serve.replies import Choice, Reply
+from accel.serve.requests import Asked
+from accel.serve.schemas import Generation, Schema
+from accel.serve.stream import EventStream, Gone, too_long, while_there
+
+S = TypeVar("S", bound=Schema)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Of one server."""
+
+    models: Models
+    metrics: Metrics
+    limits: Limits
+    live: Live = field(default_factory=Live)
+
+    def parsed(self, body: bytes, media_type: str, schema: type[S]) -> Parsed[S]:
+        """A request's body. Takes time that grows with it: not of the event loop. Raises ApiError."""
+        return parsed(body, media_type, schema, self.limits.values, strict=self.limits.strict)
+
+    async def at_once(
+        self, request: Request, schema: type[S], answer: Callable[[S], dict[str, Any]]
+    ) -> Response:
+        """What `answer` returns, which runs in a thread of its own. Raises ApiError."""
+        sent, media_type = await request.body(), request.headers.get("content-type", "")
+
+        def taken() -> tuple[dict[str, Any], dict[str, str]]:
+            body = self.parsed(sent, media_type, schema)
+            return answer(body.asked), body.headers
+
+        whole, headers = await run_in_threadpool(taken)
+        return JSONResponse(whole, headers=headers)
+
+    async def generated(
+        self,
+        request: Request,
+        schema: type[Generation],
+        read: Callable[..., Asked],
+        kind: type[Reply],
+    ) -> Response:
+        """Texts, whole or streamed; `read`: the request's options -> what is asked of an engine. Raises ApiError."""
+        began = time.perf_counter()
+        sent, media_type = await request.body(), request.headers.get("content-type", "")
+
+        def taken() -> tuple[Parsed[Any], Clock, Asked, list[Ticket]]:  # what grows with the body
+            body = self.parsed(sent, media_type, schema)
+            served, adapter = self.models.find(body.asked.model)
+            clock = self.metrics.clock(served.name)
+            found = read(body.asked, served, adapter)
+            return body, clock, found, found.submit()
+
+        body, clock, found, tickets = await run_in_threadpool(taken)
+        asked, served = body.asked, found.served
+        assert served.model.tokenizer is not None, "the command refuses models without"
+        wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        reply = kind(
+            asked.model or served.name,
+            served.model.tokenizer,
+            top=requests.top(asked),
+            usage=wants_usage,
+        )
+        choices = [Choice(Machine(found.reading)) for _ in tickets]
+        extras = Extras(found, tickets, began)
+        made = _Made(Events(tickets), tickets, choices, len(found.prompts), reply, clock, extras)
+        self.live.add(made.events)
+        if asked.stream:
+            chunks, on_end = made.chunks(wants_usage), partial(self.live.remove, made.events)
+            return EventStream(chunks, self.limits.seconds, on_end, body.headers)
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                whole = await while_there(made.whole(), request.receive)
+                return JSONResponse(whole, headers=body.headers)
+        except TimeoutError:
+            raise too_long(self.limits.seconds) from None
+        except Gone:
+            return Response(status_code=499)  # nobody reads it
+        finally:
+            self.live.remove(made.events)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The replies to a request, whole or as they come."""
+
+    events: Events
+    tickets: list[Ticket]
+    choices: list[Choice]
+    prompts: int
+    reply: Reply
+    clock: Clock
+    extras: Extras
+
+    async def whole(self) -> dict[str, Any]:
+        """Once all have ended."""
+        async for i, event in self.events:
+            self.clock.token()
+            self.extras.take(i, event)
+            self.choices[i].take(event, self.tickets[i].usage)
+        self.clock.end()
+        return self.extras.whole(self.reply.whole(self.choices, self.tickets, self.prompts))
+
+    async def chunks(self, usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """As they come; `usage`: with a chunk for it at the end."""
+        for i in range(len(self.choices)):
+            if (first := self.reply.first(i)) is not None:
+                yield self.extras.chunk(first)
+        async for i, event in self.events:
+            self.clock.token()
+            self.extras.take(i, event)
+            parts, scores = self.choices[i].take(event, self.tickets[i].usage)
+            for piece in self.reply.pieces(i, parts, scores):
+                yield self.extras.chunk(piece)
+        self.clock.end()
+        if usage:
+            yield self.extras.chunk(self.reply.total(self.tickets, self.prompts))
