@@ -111,7 +111,8 @@ def _parts(program: Program, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor
         if isinstance(codes, fx.Node) and codes.target == name:
             operands = (codes, operand_of(node, "scales"), operand_of(node, "zeros"))
             parts = [None if n is None else params[str(n.target)] for n in operands]
-            yield from _coded(parts, params.origins[name].stored.read(), operand_of(node, "bits"))
+            sizes = operand_of(node, "bits"), operand_of(node, "block")
+            yield from _coded(parts, params.origins[name].stored.read(), *sizes)
             return
     weight, half = (
         t.float().reshape(-1, t.shape[-1])
@@ -122,7 +123,7 @@ def _parts(program: Program, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor
 
 
 def _coded(
-    parts: list[Tensor | None], origin: Tensor, bits: int
+    parts: list[Tensor | None], origin: Tensor, bits: int, block: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The same of a matrix [N,K], or of experts [X,N,K], in codes."""
     if origin.dim() == 2:
@@ -133,5 +134,5 @@ def _coded(
         for start in range(0, len(weight), many):
             q, scales, zeros = (None if p is None else p[start : start + many] for p in own)
             assert q is not None and scales is not None
-            codes = dequantize(q, scales, zeros, bits)[:, : weight.shape[1]]
+            codes = dequantize(q, scales, zeros, bits, block)[:, : weight.shape[1]]
             yield codes, weight[start : start + many], scales.square().mean(1).sqrt()

@@ -434,10 +434,11 @@ def remember(q: int, k: int, delta: bool) -> Callable[..., list[Any]]:
 def blocks(bits: int, width: int, block: int, zeros: bool, seed: int = 0) -> list[Any]:
     """Random codes of 9 rows of `width` numbers: q, scales, zeros."""
     rng, count = np.random.default_rng(seed), -(-width // block)
-    q = rng.integers(0, 256, (9, count, block * bits // 8), np.uint8)
-    offsets = rng.integers(0, 256, (9, -(-count * bits // 8)), np.uint8) if zeros else None
-    tensors = (q, (rng.random((9, count), np.float32) + 0.1) / 50, offsets)
-    return [None if t is None else torch.from_numpy(t) for t in tensors]
+    codes = torch.from_numpy(rng.integers(0, 2**bits, (9, count, block), np.uint8))
+    points = torch.from_numpy(rng.integers(0, 2**bits, (9, count), np.uint8))
+    scales = torch.from_numpy((rng.random((9, count), np.float32) + 0.1) / 50)
+    offsets = quantized.pack(points, quantized.zero_bits(bits)) if zeros else None
+    return [quantized.pack_blocks(codes, bits), scales, offsets]
 
 
 def stored(bits: int, width: int, block: int, zeros: bool) -> list[Any]:
@@ -481,10 +482,12 @@ def few_bits_routed(bits: int, width: int, block: int, zeros: bool) -> Callable[
 def quantized_cases() -> list[Case]:
     sizes = [
         (b, k, n, z)
-        for b in (4, 8)
+        for b in (2, 3, 4, 5, 6, 8)
         for k, n in ((64, 32), (70, 16), (128, 128))
         for z in (False, True)
+        if b not in (5, 6) or not z  # which have no zero points in ONNX
     ]
+    of_experts = [one for one in sizes if one[0] in (4, 8)]
     return [
         *(
             Case(
@@ -511,7 +514,7 @@ def quantized_cases() -> list[Case]:
                 few_bits_routed(b, k, n, z),
                 (2, 3, 4),
             )
-            for b, k, n, z in sizes
+            for b, k, n, z in of_experts
         ),
     ]
 

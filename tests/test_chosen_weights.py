@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from accel.ir.calibration import Calibration
 from accel.ir.errors import RecipeError
-from accel.ir.ops.quantized import dequantize, quantized_embedding, quantized_linear
+from accel.ir.ops.quantized import quantized_embedding, quantized_linear
 from accel.passes.calibrate import feeds
 from accel.passes.weights import _chosen
 from accel.passes.weights._blocks import encode, in_blocks, round_to_nearest, sites, steps
@@ -29,7 +29,7 @@ def odds(program, tokens):
 
 def in_few(weight):
     packed = round_to_nearest(weight, 4, 16, True)
-    return dequantize(packed.q, packed.scales, None, 4)[:, : weight.shape[1]]
+    return packed.weight()[:, : weight.shape[1]]
 
 
 def measured(program, tokens, gradients=True):
@@ -84,7 +84,7 @@ def test_dividing_a_product_changes_nothing(name, passed):
     assert len(divided) == 2
     for site in divided:
         parts = _chosen._parts(program, site, 16)
-        bits = _chosen._divide(program, site, parts, [False, False, True])
+        bits = _chosen._divide(program, site, parts, [False, False, True], 4)
         assert list(bits.values()) == [4, 8]
     torch.testing.assert_close(odds(program, tokens), want, atol=1e-5, rtol=0)
 
@@ -142,7 +142,7 @@ def test_four_bits_by_inputs_err_less_than_to_the_nearest():
     weight = torch.randn(24, 96)
 
     def harm(packed):
-        off = dequantize(packed.q, packed.scales, packed.zeros, 4) - weight
+        off = packed.weight() - weight
         return float(F.linear(inputs, off).square().sum())
 
     by_inputs = harm(round_by_inputs(weight, inputs, 4, 32, True, 0.01))

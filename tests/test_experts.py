@@ -148,7 +148,9 @@ def harm(weights, packed, inputs, ids):
     """Squared error of each expert's products with its own rows."""
     total = 0.0
     for e, weight in enumerate(weights):
-        kept = dequantize(packed.q[e], packed.scales[e], None, packed.bits)[:, : weight.shape[1]]
+        kept = dequantize(packed.q[e], packed.scales[e], None, packed.bits, packed.block)[
+            :, : weight.shape[1]
+        ]
         total += float((inputs[ids == e] @ (kept - weight).t()).square().sum())
     return total
 

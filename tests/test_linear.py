@@ -15,7 +15,7 @@ import torch
 from onnx import TensorProto, helper
 
 import accel
-from accel.ir.ops.quantized import dequantize, pack, round_activations
+from accel.ir.ops.quantized import dequantize, pack, pack_blocks, round_activations
 from accel.ir.weights import multiplied
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import join
@@ -34,8 +34,10 @@ def weight(bits, block, k, n, zeros=False, seed=0):
     blocks = -(-k // block)
     codes = torch.randint(0, 2**bits, (n, blocks, block), generator=rng)
     scales = torch.rand(n, blocks, generator=rng) * 0.02
-    points = pack(torch.randint(0, 16, (n, blocks), generator=rng), 4) if zeros else None
-    return pack(codes, bits), scales, points
+    points = (
+        pack(torch.randint(0, 2 ** min(bits, 4), (n, blocks), generator=rng), 4) if zeros else None
+    )
+    return pack_blocks(codes, bits), scales, points
 
 
 def external(name, tensor, folder):
@@ -87,7 +89,7 @@ def linear(folder, given, threads=1, **settings):
 
 def reference(x, q, scales, zeros, bits, block):
     """In float64, from the rounded input on."""
-    rows = dequantize(q, scales, zeros, bits)[:, : x.shape[-1]].double()
+    rows = dequantize(q, scales, zeros, bits, block)[:, : x.shape[-1]].double()
     return round_activations(x, block).double() @ rows.T
 
 
@@ -99,8 +101,10 @@ def of_offsets(x, offsets, block):
 
 FORMS = [
     (bits, block, zeros)
-    for bits, block, zeros in itertools.product((4, 8), (16, 32, 64, 128, 256), (False, True))
-    if bits == 4 or not zeros
+    for bits, block, zeros in itertools.product(
+        (2, 3, 4, 5, 6, 8), (16, 32, 64, 128, 256), (False, True)
+    )
+    if bits <= 4 or not zeros
 ]
 
 
@@ -166,6 +170,8 @@ def test_scales_and_offsets_are_read_as_they_lie(dtype, least, exact, tmp_path):
         (8, 16, 512, 40),
         (4, 16, 256, 3),
         (8, 32, 512, 130),
+        (6, 16, 512, 40),
+        (2, 16, 256, 33),
     ]:
         q, _, _ = weight(bits, block, k, n)
         coarse, fine, scales = levels(n, k // block, dtype, 1)
@@ -259,11 +265,11 @@ def test_an_input_that_is_not_rounded_is_another_result(tmp_path):
     q, scales, _ = weight(4, 64, 1024, 96)
     x = torch.randn(1, 2, 1024)
     got = linear(tmp_path, ["x", q, scales], bits=4, block=64)(x=x).double()
-    exact = x.double() @ dequantize(q, scales, None, 4).double().T
+    exact = x.double() @ dequantize(q, scales, None, 4, 64).double().T
     assert (got - exact).abs().max() > 1e-3 * exact.abs().max()
 
 
-EXACT = [(4, 64), (4, 16), (8, 16), (8, 128)]
+EXACT = [(4, 64), (4, 16), (8, 16), (8, 128), (2, 16), (3, 64), (5, 32), (6, 16), (6, 128)]
 
 
 @pytest.mark.parametrize("form", EXACT, ids=str)
@@ -307,7 +313,7 @@ GATES = {
 }
 
 
-AROUND = [(4, 16), (4, 32), (4, 128), (8, 16), (8, 32), (8, 256)]
+AROUND = [(4, 16), (4, 32), (4, 128), (8, 16), (8, 32), (8, 256), (3, 16), (5, 32), (6, 16)]
 
 
 @pytest.mark.parametrize("form", AROUND, ids=str)

@@ -96,9 +96,9 @@ def test_codes_stay_codes_of_the_same_numbers(llama, tmp_path, name):
 
 def kept_weight(program, node):
     """The float weight [N,K] that a product's codes stand for, its columns as the model has them."""
-    x, q, scales, zeros, _, bits, _ = node.args
+    x, q, scales, zeros, _, *sizes = node.args
     parts = [None if p is None else program.params[str(p.target)] for p in (q, scales, zeros)]
-    weight = dequantize(*parts, bits)[:, : x.meta["val"].shape[-1]]
+    weight = dequantize(*parts, *sizes)[:, : x.meta["val"].shape[-1]]
     if x.target is torch.ops.aten.index_select.default:
         order = program.params[str(x.args[2].target)]
         return weight[:, order.argsort()]
@@ -213,11 +213,13 @@ def test_experts_stay_codes(tmp_path):
     (kept,) = [step for step in steps if step.name == "Kept"]
     assert kept.changed == 4 and not kept.refused
     for node in program.nodes(quantized_expert_linear.default):
-        _, _, *parts, bits, _ = node.args
+        _, _, *parts, bits, block = node.args
         name = str(node.args[2].target)
         width = node.args[0].meta["val"].shape[-1]
         for expert in range(4):
-            weight = dequantize(*(program.params[str(p.target)][expert] for p in parts), bits)
+            weight = dequantize(
+                *(program.params[str(p.target)][expert] for p in parts), bits, block
+            )
             at = f"model.layers.0.mlp.experts.{expert}"
             want = (
                 torch.cat([floats[f"{at}.gate_proj.weight"], floats[f"{at}.up_proj.weight"]])

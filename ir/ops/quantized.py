@@ -1,13 +1,15 @@
 """Weights in blocks of few bits: a row's block of numbers shares a scale, and may share a zero point.
 
 A number is `(q - zero) * scale`; without zero points `zero` is the middle, 2^(bits - 1). Scales are
-float32 or bfloat16. Codes are packed along the row, the first in the lowest
-bits; a last block that is not full is padded.
+float32 or bfloat16. Codes of 4 and 8 bits are packed along the row, the first in the lowest
+bits; a last block that is not full is padded. Those of 2, 3, 5 and 6 bits lie in groups of 64, each in planes
+of 4 bits, of 2 and of 1, as many as the bits need, the lowest bits first; each plane is packed like codes of its bits.
+Zero points of up to 4 bits take 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,10 @@ from accel.ir.ops.op import Op
 _PART = (
     1 << 23
 )  # elements of a weight that are float32 at a time: of a large vocabulary it is larger than the model
+
+
+GROUP = 64  # codes of a group of planes
+_PLANES = (4, 2, 1)  # their bits
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -43,13 +49,56 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return torch.stack(parts, dim=-1).flatten(-2)
 
 
-def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
-    """q [N, blocks, bytes], scales [N, blocks], zeros [N, bytes] or none -> float32 [N, blocks * block]."""
-    codes = unpack(q, bits).float()
+def in_planes(bits: int) -> bool:
+    """Whether codes of so many bits lie in groups of planes."""
+    return bits not in (4, 8)
+
+
+def planes(bits: int) -> Iterator[tuple[int, int, slice]]:
+    """Bits of each plane, the lowest bit of a code that it holds, and its bytes of a group."""
+    place = start = 0
+    for own in _PLANES:
+        if bits & own:
+            end = start + GROUP * own // 8
+            yield own, place, slice(start, end)
+            place, start = place + own, end
+
+
+def pack_blocks(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., blocks, block] below 2^bits -> q [..., blocks, block * bits / 8]; of bits that lie in planes
+    [..., groups, 8 * bits].
+    """
+    if not in_planes(bits):
+        return pack(codes, bits)
+    rows = codes.to(torch.uint8).flatten(-2)
+    groups = F.pad(rows, (0, -rows.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    return torch.cat(
+        [pack(groups >> place & (2**own - 1), own) for own, place, _ in planes(bits)], -1
+    )
+
+
+def unpack_blocks(q: Tensor, bits: int, blocks: int, block: int) -> Tensor:
+    """q [..., groups, bytes] as `pack_blocks` makes it -> codes [..., blocks, block], uint8."""
+    if not in_planes(bits):
+        return unpack(q, bits)
+    groups = q.new_zeros(*q.shape[:-1], GROUP)
+    for own, place, where in planes(bits):
+        groups |= unpack(q[..., where], own) << place
+    return groups.flatten(-2)[..., : blocks * block].unflatten(-1, (blocks, block))
+
+
+def zero_bits(bits: int) -> int:
+    """Of the zero points of codes of so many bits."""
+    return 4 if bits <= 4 else 8
+
+
+def dequantize(q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, block: int) -> Tensor:
+    """q as `pack_blocks` makes it, scales [N, blocks], zeros [N, bytes] or none -> float32 [N, blocks * block]."""
+    codes = unpack_blocks(q, bits, scales.shape[1], block).float()
     if zeros is None:
         codes -= 2 ** (bits - 1)
     else:
-        codes -= unpack(zeros, bits)[:, : scales.shape[1], None]
+        codes -= unpack(zeros, zero_bits(bits))[:, : scales.shape[1], None]
     weight: Tensor = codes.mul_(scales.unsqueeze(-1)).flatten(1)
     return weight
 
@@ -75,12 +124,12 @@ def exact_linear(
     """`quantized_linear` of inputs as they are: only the weights lie in few bits."""
     rows = max(1, _PART * len(q) // max(1, q.numel() * 8 // bits))
     if rows >= len(q):
-        return F.linear(x, dequantize(q, scales, zeros, bits)[:, : x.shape[-1]], bias)
+        return F.linear(x, dequantize(q, scales, zeros, bits, block)[:, : x.shape[-1]], bias)
     out = x.new_empty(*x.shape[:-1], len(q))
     for start in range(0, len(q), rows):
         own = slice(start, start + rows)
         part = None if zeros is None else zeros[own]
-        weight = dequantize(q[own], scales[own], part, bits)[:, : x.shape[-1]]
+        weight = dequantize(q[own], scales[own], part, bits, block)[:, : x.shape[-1]]
         out[..., own] = F.linear(x, weight, None if bias is None else bias[own])
     return out
 
@@ -120,11 +169,11 @@ def _quantized_embedding(
 ) -> Tensor:
     flat = ids.flatten()
     part = None if zeros is None else zeros[flat]
-    rows = dequantize(q[flat], scales[flat], part, bits)[:, :width]
+    rows = dequantize(q[flat], scales[flat], part, bits, block)[:, :width]
     return rows.contiguous().view(*ids.shape, width)
 
 
-# x [..., K], q [N, K/block, block*bits/8] uint8, scales [N, K/block], zeros [N, K/block*bits/8] or
+# x [..., K], q [N, ...] uint8 (`pack_blocks`), scales [N, K/block], zeros [N, K/block*4/8] (of 8 bits: K/block) or
 # none, bias [N] or none -> [..., N]. x is rounded too (round_activations).
 quantized_linear = Op(
     "quantized_linear",
@@ -133,8 +182,8 @@ quantized_linear = Op(
     shape=lambda x, q, *rest: x.new_empty((*x.shape[:-1], q.shape[0])),
 )
 
-# x [N,K], ids [N] (below X), and for each of X experts what a linear has: q [X, F, K/block,
-# block*bits/8] uint8, scales [X, F, K/block], zeros [X, F, K/block*bits/8] or none -> [N,F]
+# x [N,K], ids [N] (below X), and for each of X experts what a linear has: q [X, F, ...] uint8, scales [X, F,
+# K/block], zeros [X, F, ...] or none -> [N,F]
 quantized_expert_linear = Op(
     "quantized_expert_linear",
     "(Tensor x, Tensor ids, Tensor q, Tensor scales, Tensor? zeros, int bits, int block) -> Tensor",

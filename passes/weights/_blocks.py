@@ -17,10 +17,13 @@ from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import (
     PRODUCTS,
+    dequantize,
     pack,
+    pack_blocks,
     quantized_embedding,
     quantized_expert_linear,
     quantized_linear,
+    zero_bits,
 )
 from accel.ir.ops.rope import rope
 from accel.ir.ops.rows import lookup
@@ -55,6 +58,10 @@ class Packed:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.q, self.scales, self.zeros) if t is not None)
+
+    def weight(self) -> Tensor:
+        """The float32 weight of a matrix, [N, blocks * block]."""
+        return dequantize(self.q, self.scales, self.zeros, self.bits, self.block)
 
     def name_of(self, site: Site, part: str = "") -> str:
         """What its parts are called as parameters: its codes, and behind a dot `scales` and `zeros`."""
@@ -98,7 +105,7 @@ class Blocks(Base):
 
     @abstractmethod
     def bits(self, site: Site, layers: int) -> int:
-        """4 or 8 for a weight of a model of so many layers."""
+        """Of a weight of a model of so many layers: 2 to 6, or 8."""
 
     def run(self, program: Program) -> Report:
         report = Report()
@@ -193,8 +200,8 @@ def _round(
     blocks = in_blocks(weight, block)
     scales, offsets = steps(blocks, bits, symmetric)
     codes = encode(blocks, scales, offsets, bits)
-    zeros = None if symmetric else pack(offsets.squeeze(-1), bits)
-    return pack(codes, bits), scales.squeeze(-1), zeros
+    zeros = None if symmetric else pack(offsets.squeeze(-1), zero_bits(bits))
+    return pack_blocks(codes, bits), scales.squeeze(-1), zeros
 
 
 def in_blocks(weight: Tensor, block: int) -> Tensor:

@@ -1,16 +1,16 @@
-"""Weights in 4 bits, of which those that cost most for their size get 8: measured, not by their place."""
+"""Weights in few bits, of which those that cost most for their size get 8: measured, not by their place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from accel.ir.axis import option
 from accel.ir.ops.op import operand_of
-from accel.ir.ops.quantized import dequantize
 from accel.ir.program import Editor, Program
 from accel.ir.weights import Stacked
 from accel.passes.clean.clean import forget_unused, replace
@@ -26,7 +26,7 @@ _DAMPING = 0.01  # as in int4-gptq
 
 @dataclass
 class _Candidate:
-    """Rows of a site's weight that may have other bits than the rest. loss: of 4 bits, KL per token."""
+    """Rows of a site's weight that may have other bits than the rest. loss: of few bits, KL per token."""
 
     site: Site
     part: int
@@ -36,15 +36,17 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class Chosen(Calibrated):
-    """Embedding and head in 8 bits; of the layers' weights the share `eight` that 4 bits would harm most for their
-    bytes, the others in 4, rounded by the calibration text: steps that err least, errors fed back.
+    """Embedding and head in 8 bits; of the layers' weights the share `eight` that `few` bits would harm most for their
+    bytes, the others in these, rounded by the calibration text: steps that err least, errors fed back.
     """
 
     tokens: int = 4096
     eight: float = option(0.0, least=0, most=1)
 
+    few: ClassVar[int] = 4
+
     def bits(self, site: Site, layers: int) -> int:
-        return 8 if site.layer is None else 4
+        return 8 if site.layer is None else self.few
 
     def choose(self, program: Program, tokens: Tensor) -> dict[str, int]:
         found, _ = sites(program, self.smallest)
@@ -62,7 +64,7 @@ class Chosen(Calibrated):
             if all(eight):
                 bits[site.name] = 8
             elif any(eight):
-                bits |= _divide(program, site, parts[site.name], eight)
+                bits |= _divide(program, site, parts[site.name], eight, self.few)
         forget_unused(program)
         return bits
 
@@ -90,8 +92,8 @@ class Chosen(Calibrated):
         return chosen
 
     def _in_few(self, weight: Tensor) -> Tensor:
-        packed = round_to_nearest(weight, 4, self.block, self.symmetric)
-        return dequantize(packed.q, packed.scales, packed.zeros, 4)[:, : weight.shape[1]]
+        packed = round_to_nearest(weight, self.few, self.block, self.symmetric)
+        return packed.weight()[:, : weight.shape[1]]
 
     def rounded(self, weight: Tensor, inputs: Tensor, bits: int) -> Packed:
         return round_by_inputs(weight, inputs, bits, self.block, self.symmetric, _DAMPING)
@@ -115,7 +117,7 @@ def _parts(program: Program, site: Site, smallest: int) -> list[int]:
 
 
 def _divide(
-    program: Program, site: Site, parts: Sequence[int], eight: Sequence[bool]
+    program: Program, site: Site, parts: Sequence[int], eight: Sequence[bool], few: int
 ) -> dict[str, int]:
     """A product for each run of rows of the same bits, in place of one; the bits of their weights by name."""
     stored = program.params.stored(site.name)
@@ -130,7 +132,7 @@ def _divide(
     for run in runs:
         name = f"{site.name}[{run[0]}:{run[-1] + 1}]"
         program.params[name] = Stacked.rows([stored.parts[i] for i in run])
-        bits[name] = 8 if eight[run[0]] else 4
+        bits[name] = 8 if eight[run[0]] else few
     for node in site.linears:
         editor = Editor(program, node.graph)
         bias, start, made = operand_of(node, "bias"), 0, []

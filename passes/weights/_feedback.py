@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accel.ir.errors import PassError
-from accel.ir.ops.quantized import pack
+from accel.ir.ops.quantized import pack, pack_blocks, zero_bits
 from accel.passes.weights._blocks import Packed, in_blocks, steps
 
 _COLUMNS = 128  # rounded between two updates of the rest
@@ -96,4 +96,5 @@ def _rounded(
         rest[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
     whole = zeros.to(torch.uint8).repeat_interleave(block, dim=1)  # zero where a block is padded
     whole[:, order] = codes.t()
-    return pack(whole.unflatten(1, (-1, block)), bits), scales, pack(zeros, bits)
+    codes = pack_blocks(whole.unflatten(1, (-1, block)), bits)
+    return codes, scales, pack(zeros, zero_bits(bits))

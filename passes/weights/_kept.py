@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from accel.ir.codes import Codes, codes_of, expert_codes, holds_codes
 from accel.ir.ops.op import operand_of
-from accel.ir.ops.quantized import pack
+from accel.ir.ops.quantized import pack, pack_blocks, zero_bits
 from accel.ir.program import Editor, Program
 from accel.ir.weights import Offsets, Stored, Weights
 from accel.passes import Pass, Report
@@ -68,7 +68,7 @@ class Kept(Base):
             elif lies is not None:
                 codes = lies if lies.offsets is None else _centred(lies)
                 order = _order(codes)
-                packed = _packed(codes, order)
+                packed = _packed(codes, order, _bits(codes))
                 if order is not None and site.embeddings:
                     packed = "an embedding reads it, and its groups are not in order"
             else:
@@ -102,7 +102,14 @@ def _order(codes: Codes) -> Tensor | None:
     return None if codes.groups is None else codes.groups.argsort(stable=True)
 
 
-def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
+def _bits(codes: Codes) -> int:
+    """Those that the codes of a matrix are packed in: their own, or the next that there are."""
+    few = max(2, codes.bits)
+    apart = bool((codes.zeros != codes.zeros[0, 0]).any())
+    return 8 if few > 6 or (few > 4 and apart) else few
+
+
+def _packed(codes: Codes, order: Tensor | None, bits: int) -> Packed | str:
     """The same numbers in blocks that the kernels take, or why there are none."""
     columns, group = codes.q.shape[1], codes.group
     q, zeros = codes.q, codes.zeros
@@ -119,7 +126,6 @@ def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
         )
     block = fitting[-1]
     blocks = -(-columns // block)
-    bits = 4 if codes.bits <= 4 else 8
     per_block = torch.arange(blocks) * block // group
     scales, zeros = codes.scales[:, per_block], zeros[:, per_block]
     shift = _to_middle(q, zeros, bits)
@@ -130,8 +136,8 @@ def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
         if shift:
             part = (part.short() + shift).to(torch.uint8)
         part = F.pad(part, (0, blocks * block - columns)).unflatten(1, (blocks, block))
-        packed.append(pack(part, bits))
-    offsets = pack(zeros, bits) if shift is None else None
+        packed.append(pack_blocks(part, bits))
+    offsets = pack(zeros, zero_bits(bits)) if shift is None else None
     levels = codes.scale_levels if block == group else None
     return Packed(torch.cat(packed), scales.contiguous(), offsets, bits, block, levels)
 
@@ -142,7 +148,7 @@ def _experts(experts: Sequence[Codes]) -> Packed | str:
         return "its experts have groups out of order, or groups with offsets"
     found: list[Packed] = []
     for codes in experts:
-        packed = _packed(codes, None)
+        packed = _packed(codes, None, 4 if codes.bits <= 4 else 8)
         if isinstance(packed, str):
             return packed
         found.append(packed)

@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ir.ops.quantized import dequantize, pack, round_activations
+from accel.ir.ops.quantized import (
+    pack,
+    pack_blocks,
+    round_activations,
+    zero_bits,
+)
 from accel.passes.weights._blocks import Packed, encode, in_blocks, steps
 
 _POWERS = tuple(i / 10 for i in range(11))
@@ -54,7 +59,7 @@ def channel_scales(
 
 def _product(inputs: Tensor, packed: Packed) -> Tensor:
     """What a product of few bits gives for inputs [tokens,K]."""
-    weight = dequantize(packed.q, packed.scales, packed.zeros, packed.bits)
+    weight = packed.weight()
     return F.linear(round_activations(inputs, packed.block), weight[:, : inputs.shape[1]])
 
 
@@ -88,5 +93,5 @@ def _clipped(
         better = harm < least
         least = torch.where(better, harm, least)
         scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
-    codes = pack(encode(blocks, scales, zeros, bits), bits)
-    return codes, scales.squeeze(-1), pack(zeros.squeeze(-1), bits)
+    codes = pack_blocks(encode(blocks, scales, zeros, bits), bits)
+    return codes, scales.squeeze(-1), pack(zeros.squeeze(-1), zero_bits(bits))

@@ -66,7 +66,7 @@ def searched_steps(
 def round_by_inputs(
     weight: Tensor, inputs: Tensor, bits: int, block: int, symmetric: bool, damping: float
 ) -> Packed:
-    """A weight [N,K] in 4 bits: searched steps, and the errors fed back (GPTQ); in 8 bits to the nearest."""
+    """A weight [N,K] in few bits: searched steps, and the errors fed back (GPTQ); in 8 bits to the nearest."""
     if (
         bits == 8
     ):  # which err so little that nothing is gained, and symmetric, as the kernels take them

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.ir.errors import PassError
-from accel.ir.ops.quantized import dequantize
 from accel.passes.weights import _scaling
 from accel.passes.weights._blocks import round_to_nearest
 from accel.passes.weights._feedback import feedback_of, round_with_feedback
@@ -36,7 +35,7 @@ def case(rows, columns, block, bits, symmetric, seed):
 
 def read(packed, columns):
     """The numbers that were packed, [N,K]."""
-    return dequantize(packed.q, packed.scales, packed.zeros, packed.bits)[:, :columns]
+    return packed.weight()[:, :columns]
 
 
 def harm(weight, packed, inputs):

@@ -7,6 +7,7 @@
 // work is cut.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "abi.h"
@@ -26,6 +27,7 @@ constexpr int64_t kFew = 1;              // rows that are multiplied together wi
 constexpr int64_t kTurned = 16;          // unless results are to be exact
 constexpr int64_t kFew = 4;
 #endif
+constexpr int64_t kUnpacked = std::min<int64_t>(4, kTurned);  // the same of weights in planes, which cost more to unpack
 #if defined(__AVX2__)
 constexpr int64_t kKept = 2 * codes::kRows;  // rows beyond which turned strips are kept for all of them
 #endif
@@ -51,11 +53,14 @@ struct Call {
   steps::Numbers scale, offset;           // of the weight's blocks
   bool turned;                            // whether many rows share each weight, so that it pays to turn them
   int64_t together;                       // input rows that are multiplied with turned weights at once; else 1
-  std::vector<char> inputs;               // Group<bits> [rows / together, groups, together], aligned within
+  std::vector<char> inputs;               // Input<bits> [rows / together, groups, together], aligned within
   std::vector<float> steps, totals;       // of the inputs' blocks: [rows / together, padded, together]; totals: what
   std::vector<float> sums;                // zero points add; sums: of their numbers, for offsets
   std::vector<int32_t> starts;            // alike: what products with turned weights begin with
   int64_t shift;                          // turned: a block is of 2^shift groups, where it is not of a part of one
+
+  // What zero lies at, where weights have no zero points.
+  int32_t zero() const { return set.bits == 8 ? 0 : 1 << (set.bits - 1); }
 
   int64_t place(int64_t row, int64_t i, int64_t count) const {
     return (row / together * count + i) * together + row % together;
@@ -64,9 +69,9 @@ struct Call {
   int64_t at(int64_t row, int64_t block) const { return place(row, block, padded); }
 
   template <int bits>
-  codes::Group<bits>* input(int64_t row, int64_t group = 0) const {
+  codes::Input<bits>* input(int64_t row, int64_t group = 0) const {
     auto begin = (reinterpret_cast<uintptr_t>(inputs.data()) + 31) / 32 * 32;
-    return reinterpret_cast<codes::Group<bits>*>(begin) + place(row, group, groups);
+    return reinterpret_cast<codes::Input<bits>*>(begin) + place(row, group, groups);
   }
 };
 
@@ -109,11 +114,11 @@ void round_row(Call& c, int64_t row) {
   float* totals = c.totals.data() + c.at(row, 0);
   float* steps = c.steps.data() + c.at(row, 0);
   codes::round_row<bits>(x, c.set.block, c.blocks, c.together, steps, totals, c.input<bits>(row));
-  const float zero = c.zeros.data ? 1.0f : bits == 4 ? 8.0f : 0.0f;
+  const float zero = c.zeros.data ? 1.0f : float(c.zero());
   for (int64_t b = 0; b < c.blocks; ++b) {
     float& total = totals[b * c.together];
 #if defined(__AVX2__)
-    if (c.turned && !c.zeros.data) c.starts[c.at(row, b)] = -codes::kAbove<bits> * int32_t(total);
+    if (c.turned && !c.zeros.data) c.starts[c.at(row, b)] = -codes::above_of(c.set.bits) * int32_t(total);
 #endif
     total *= steps[b * c.together] * zero;
     if (c.offsets.data) total -= float(c.set.middle) * c.sums[c.at(row, b)];
@@ -122,7 +127,7 @@ void round_row(Call& c, int64_t row) {
 
 // The block that group g begins; of the end of the last group: how many there are.
 int64_t block_of(const Call& c, int64_t g) {
-  const int64_t size = codes::kBytes * 8 / c.set.bits;
+  const int64_t size = codes::size_of(c.set.bits);
   return c.set.block >= size ? g >> c.shift : std::min(g * (size / c.set.block), c.blocks);
 }
 
@@ -146,8 +151,9 @@ inline Weight weight_of(const Call& c, Scratch& s, int64_t n) {
     const uint8_t* packed = c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2);
     for (int64_t b = 0; b < c.blocks; ++b) s.zeros[b] = float(packed[b / 2] >> b % 2 * 4 & 15);
   }
-  if (n * c.bytes + c.groups * codes::kBytes <= c.N * c.bytes) return w;
-  s.last.assign(c.groups * codes::kBytes, 0);
+  const int64_t bytes = c.groups * codes::size_of(c.set.bits) * c.set.bits / 8;
+  if (n * c.bytes + bytes <= c.N * c.bytes) return w;
+  s.last.assign(bytes, 0);
   std::copy(w.codes, w.codes + c.bytes, s.last.begin());
   w.codes = s.last.data();
   return w;
@@ -158,17 +164,17 @@ inline Weight weight_of(const Call& c, Scratch& s, int64_t n) {
 template <int N, int bits, int EACH>
 inline void row_sums(const Call& c, Scratch& s, int64_t row, int64_t n, v8* out) {
   const Weight w = weight_of(c, s, n);
-  const codes::Group<bits>* x[N];
+  const codes::Input<bits>* x[N];
   v8 less[N], total[N][2], scales[N];
   for (int i = 0; i < N; ++i) {
     x[i] = c.input<bits>(row + i);
     less[i] = total[i][0] = total[i][1] = all(0.0f);
   }
   auto add = [&](int64_t g, int place, int turn) __attribute__((always_inline)) {
-    const uint8_t* at = w.codes + g * codes::kBytes;
+    const uint8_t* at = w.codes + g * codes::kBytes<bits>;
     if (N == 1 && turn == 0) __builtin_prefetch(at + kAhead);
     for (int i = 0; i < N; ++i) {
-      v8 products = __builtin_convertvector(codes::multiply(at, x[i][g]), v8);
+      v8 products = __builtin_convertvector(codes::multiply<bits>(at, x[i][g]), v8);
       total[i][turn] = fused(products, codes::spread<EACH>(scales[i], place), total[i][turn]);
     }
   };
@@ -177,7 +183,7 @@ inline void row_sums(const Call& c, Scratch& s, int64_t row, int64_t n, v8* out)
     for (int i = 0; i < N; ++i) {
       const int64_t at = (row + i) * c.padded + b;
       scales[i] = scale * load(c.steps.data() + at);
-      if (bits == 4 || c.offsets.data)
+      if (bits < 8 || c.offsets.data)
         less[i] = fused(c.zeros.data ? scale * load(w.zeros + b) : scale, load(c.totals.data() + at), less[i]);
     }
     if (c.offsets.data) {
@@ -228,7 +234,7 @@ typedef void (*Products)(const Call&, Scratch&, int64_t, int64_t, int64_t, float
 
 template <int N, int bits>
 Products products_of(const Call& c) {
-  const int64_t each = codes::Group<bits>::kSize / c.set.block;
+  const int64_t each = codes::size_of(bits) / c.set.block;
   if (each == 4) return products<N, bits, 4>;
   return each == 2 ? products<N, bits, 2> : each == 1 ? products<N, bits, 1> : products<N, bits, 0>;
 }
@@ -256,11 +262,12 @@ float* table_of(const Call& c, const steps::Numbers& numbers, int64_t first, int
 template <int bits>
 void take(const Call& c, int64_t first, int64_t g, int64_t end, bool kept, codes::Strip& strip) {
   using codes::kWide;
-  const int64_t bytes = (end - g) * codes::kBytes, b = block_of(c, g), blocks = block_of(c, end) - b;
+  constexpr int64_t each = codes::kBytes<bits>;
+  const int64_t bytes = (end - g) * each, b = block_of(c, g), blocks = block_of(c, end) - b;
   strip.next = kWide * c.bytes;
   for (int64_t i = 0; i < kWide; ++i) {
-    const int64_t n = std::min(first + i, c.N - 1), left = (c.N - n) * c.bytes - g * codes::kBytes;
-    strip.rows[i] = c.q.as<uint8_t>() + n * c.bytes + g * codes::kBytes;
+    const int64_t n = std::min(first + i, c.N - 1), left = (c.N - n) * c.bytes - g * each;
+    strip.rows[i] = c.q.as<uint8_t>() + n * c.bytes + g * each;
     if (left >= bytes) continue;  // else what is read goes beyond the end
     strip.last.resize(kWide * bytes);
     strip.rows[i] = std::copy_n(strip.rows[i], left, strip.last.data() + i * bytes) - left;
@@ -287,7 +294,7 @@ void take(const Call& c, int64_t first, int64_t g, int64_t end, bool kept, codes
 // N input rows from `row` on times groups [g, end) of weight rows, added to out [N, kWide].
 template <int bits, int N, bool kept>
 void multiply(const Call& c, const codes::Strip& strip, int64_t row, int64_t g, int64_t end, float* out) {
-  const int64_t b = block_of(c, g), at = c.at(row, b), size = codes::Group<bits>::kSize;
+  const int64_t b = block_of(c, g), at = c.at(row, b), size = codes::size_of(bits);
   codes::Rows<bits> x = {c.input<bits>(row, g), c.steps.data() + at, c.totals.data() + at,
                          c.offsets.data ? c.sums.data() + at : nullptr, c.starts.data() + at};
   auto run = c.set.block >= size       ? codes::multiply<bits, N, 0, kept>
@@ -338,10 +345,12 @@ void work_turned(const Call& c, int64_t item) {
   thread_local std::vector<codes::Strip> strips;
   thread_local std::vector<float> products;
   const int64_t first = item * c.tile, count = (std::min(c.tile, c.wide - first) + kWide - 1) / kWide;
-  const int64_t all_of = c.set.gate ? 2 * count : count, block = std::max<int64_t>(1, c.set.block / codes::Group<bits>::kSize);
+  const int64_t all_of = c.set.gate ? 2 * count : count, block = std::max<int64_t>(1, c.set.block / codes::size_of(bits));
   const int64_t vectors = codes::kVectors<bits> * int64_t(sizeof(codes::Numbers));
   const int64_t part = std::max(block, kPart / vectors / block * block);
-  const bool kept = c.rows > kKept;
+  constexpr bool planes = codes::in_planes(bits);
+  constexpr int like = planes ? bits > 4 ? 6 : 4 : bits;  // what turned numbers are multiplied as
+  const bool kept = planes || c.rows > kKept;
   const int64_t most = !kept ? 1 : std::max<int64_t>(1, kNear / (vectors * std::min(part, c.groups)));
   if (int64_t(strips.size()) < most) strips.resize(most);
   const int64_t rows = (c.rows + codes::kRows - 1) / codes::kRows * codes::kRows;
@@ -354,8 +363,8 @@ void work_turned(const Call& c, int64_t item) {
         take<bits>(c, i < count ? first + i * kWide : c.wide + first + (i - count) * kWide, g, last, kept, strips[i - s]);
       for (int64_t row = 0; row < c.rows; row += codes::kRows) {
         const int64_t left = c.rows - row;
-        Multiply run = multiply_of<bits, true>(left);
-        if constexpr (kTurned <= kKept)
+        Multiply run = multiply_of<like, true>(left);
+        if constexpr (kTurned <= kKept && !planes)
           if (!kept) run = multiply_of<bits, false>(left);
         for (int64_t i = s; i < end; ++i)
           run(c, strips[i - s], row, g, last, products.data() + (i * rows + row) * kWide);
@@ -367,19 +376,31 @@ void work_turned(const Call& c, int64_t item) {
 
 #endif
 
+// Runs with the number of bits as a constant.
+template <typename Run>
+void by_bits(int64_t bits, Run run) {
+  switch (bits) {
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    case 4: return run(std::integral_constant<int, 4>());
+    case 5: return run(std::integral_constant<int, 5>());
+    case 6: return run(std::integral_constant<int, 6>());
+    default: return run(std::integral_constant<int, 8>());
+  }
+}
+
 // A tile of weight rows (and of those that they gate) times all input rows.
 void work(const Call& c, int64_t item) {
 #if defined(__AVX2__)
-  if (c.turned) return c.set.bits == 8 ? work_turned<8>(c, item) : work_turned<4>(c, item);
+  if (c.turned) return by_bits(c.set.bits, [&](auto bits) { work_turned<bits.value>(c, item); });
 #endif
   thread_local Scratch scratch;
   scratch.zeros.resize(c.padded);
-  Products run = c.set.bits == 4 ? products_of<1, 4>(c) : products_of<1, 8>(c);
-  Products two = run, four = run;
-  if constexpr (kFew > 1) {
-    two = c.set.bits == 4 ? products_of<2, 4>(c) : products_of<2, 8>(c);
-    four = c.set.bits == 4 ? products_of<4, 4>(c) : products_of<4, 8>(c);
-  }
+  Products run = nullptr, two = nullptr, four = nullptr;
+  by_bits(c.set.bits, [&](auto bits) {
+    run = products_of<1, bits.value>(c);
+    if constexpr (kFew > 1) two = products_of<2, bits.value>(c), four = products_of<4, bits.value>(c);
+  });
   const float* bias = c.bias.as<float>();
   int64_t first = item * c.tile, count = std::min(c.tile, c.wide - first);
   alignas(32) float own[4 * kTile], other[4 * kTile];
@@ -406,13 +427,15 @@ void work(const Call& c, int64_t item) {
 typedef abi::Kernel<Settings> Kernel;
 
 bool fits(const Call& c) {
-  bool whole = c.set.bits == 8 ? !c.zeros.data : c.set.bits == 4;
+  bool whole = c.zeros.data ? c.set.bits <= 4 : c.set.bits != 7 && c.set.bits <= 8;
+  const bool planes = codes::in_planes(c.set.bits);
+  const int64_t size = codes::size_of(c.set.bits), each = planes ? size : c.set.block;
   bool power = c.set.block >= 16 && (c.set.block & (c.set.block - 1)) == 0;
-  bool weight = c.q.rank == 3 && c.q.size[2] == c.set.block * c.set.bits / 8 &&
-                (c.K + c.set.block - 1) / c.set.block == c.blocks && !(c.zeros.data && c.set.middle);
+  bool weight = c.q.rank == 3 && c.q.size[1] == (c.blocks * c.set.block + each - 1) / each &&
+                c.q.size[2] == each * c.set.bits / 8 && !(c.zeros.data && c.set.middle);
   bool around = (!c.zeros.data || (c.zeros.size[0] == c.N && c.zeros.size[1] == (c.blocks + 1) / 2)) &&
                 (!c.bias.data || c.bias.size[0] == c.N) && (!c.more.data || c.more.count() == c.rows * c.wide);
-  return whole && power && weight && around && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
+  return c.set.bits > 1 && whole && power && weight && around && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
 }
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
@@ -424,14 +447,16 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   c.set = kernel.set;
   if (c.x.rank < 1) return api.fail("Linear: the input is a single number");
   c.K = c.x.size[c.x.rank - 1], c.N = c.q.size[0], c.wide = c.set.gate ? c.N / 2 : c.N;
-  c.blocks = c.q.size[1], c.bytes = c.q.size[1] * c.q.size[2];
-  c.groups = (c.bytes + codes::kBytes - 1) / codes::kBytes, c.padded = (c.blocks + 15) / 8 * 8;
+  if (c.set.block < 1 || c.q.rank != 3) return api.fail("Linear: the weight does not lie in blocks; build the artifact again");
+  c.blocks = (c.K + c.set.block - 1) / c.set.block, c.bytes = c.q.size[1] * c.q.size[2];
+  const int64_t size = codes::size_of(c.set.bits);
+  c.groups = (c.blocks * c.set.block + size - 1) / size, c.padded = (c.blocks + 15) / 8 * 8;
   c.tile = std::clamp<int64_t>(c.wide / kPieces / 32 * 32, 32, kTile);
   c.rows = 1;
   for (size_t i = 0; i + 1 < c.x.rank; ++i) c.rows *= c.x.size[i];
-  c.turned = c.set.block <= kLongest && (c.set.exact ? kFew == 1 : c.rows >= kTurned);
-  for (c.shift = 0; (codes::kBytes * 8 / c.set.bits << c.shift) < c.set.block;) ++c.shift;
-  bool lies = c.scale.read(c.scales, c.fine, c.N, c.blocks) && c.offset.read(c.offsets, c.fine_offsets, c.N, c.blocks);
+  c.turned = c.set.block <= kLongest && (c.set.exact ? kFew == 1 : c.rows >= (codes::in_planes(c.set.bits) ? kUnpacked : kTurned));
+  for (c.shift = 0; size << c.shift < c.set.block;) ++c.shift;
+  const bool lies = c.scale.read(c.scales, c.fine, c.N, c.blocks) && c.offset.read(c.offsets, c.fine_offsets, c.N, c.blocks);
   if (!lies || !fits(c))
     return api.fail("Linear: the sizes of the input and the weight do not fit; build the artifact again");
   int64_t sizes[4];
@@ -442,13 +467,12 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   void* data = nullptr;
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
-  size_t group = c.set.bits == 8 ? sizeof(codes::Group<8>) : sizeof(codes::Group<4>);
   c.together = 1;
 #if defined(__AVX2__)
   if (c.turned) c.together = codes::kRows;
 #endif
   const int64_t rows = (c.rows + c.together - 1) / c.together * c.together;
-  c.inputs.resize(rows * c.groups * group + 32);
+  c.inputs.resize(rows * c.groups * size + 32);
   c.steps.resize(rows * c.padded);
   c.totals.resize(rows * c.padded);
   if (c.offsets.data) c.sums.resize(rows * c.padded);

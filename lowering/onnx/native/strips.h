@@ -2,7 +2,7 @@
 // is then added up without sums across a vector, and unpacked once for all input rows.
 //
 // A strip is a part of as many weight rows as a vector has sums: 16 with AVX-512 VNNI, else 8. The vectors of a group
-// follow each other: of 8 bits they are the numbers in their order, of 4 bits the even ones of the group before the odd.
+// follow each other: of 8 bits they are the numbers in their order, else the even ones of the group before the odd.
 #pragma once
 #if defined(__AVX2__)
 #include "codes.h"
@@ -32,13 +32,12 @@ constexpr int64_t kWide = sizeof(Floats) / sizeof(float);  // weight rows of a s
 #define ACCEL_VNNI 0
 #endif
 
-// Numbers of 8 bits lie 128 higher than they are, of 4 bits 8, and what that adds is taken off the sums as a whole
-// number. Where products of bytes are summed in 16 bits, those of 8 bits would not fit, and signed ones are kept.
-template <int bits>
-constexpr int32_t kAbove = bits == 4 ? 8 : ACCEL_VNNI ? 128 : 0;
+// Numbers lie higher than they are, and what that adds is taken off the sums as a whole number. Where products of bytes
+// are summed in 16 bits, those of 8 bits would not fit, and signed ones are kept.
+constexpr int32_t above_of(int64_t bits) { return bits < 8 ? 1 << (bits - 1) : ACCEL_VNNI ? 128 : 0; }
 
 template <int bits>
-constexpr int kVectors = Group<bits>::kSize / 4;  // of a group
+constexpr int kVectors = Input<bits>::kSize / 4;  // of a group
 
 struct Strip {
   const uint8_t* rows[kWide];  // of the weight, as they lie in the file
@@ -79,24 +78,24 @@ inline Numbers products(Numbers sums, Numbers x, Numbers y) { return _mm512_dpbu
 inline Numbers below(Numbers x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Numbers above(Numbers x) { return below(_mm512_srli_epi16(x, 4)); }
 
-// 32 bytes of each row -> eight vectors.
-ACCEL_INLINE void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
-  ACCEL_UNROLL for (int half = 0; half < 2; ++half, at += 16, out += 4) {
-    auto sixteen = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)); };
-    Numbers r[4], s[4];
-    for (int i = 0; i < 4; ++i) {
-      r[i] = _mm512_inserti32x4(_mm512_castsi128_si512(sixteen(i)), sixteen(4 + i), 1);
-      r[i] = _mm512_inserti32x4(_mm512_inserti32x4(r[i], sixteen(8 + i), 2), sixteen(12 + i), 3);
-    }
-    for (int i = 0; i < 4; i += 2) {
-      s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-      s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 2; ++i) {
-      out[2 * i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
-      out[2 * i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
-    }
-  }
+inline Numbers and_of(Numbers x, Numbers y) { return _mm512_and_si512(x, y); }
+inline Numbers ones_of(Numbers x) { return _mm512_min_epu8(x, _mm512_set1_epi8(1)); }  // where bytes are not 0
+// Of each four bytes these.
+inline Numbers picked(Numbers x, int a, int b, int c, int d) {
+  const int32_t first = a | b << 8 | c << 16 | d << 24;
+  return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_setr_epi32(first, first + 0x04040404, first + 0x08080808,
+                                                                      first + 0x0c0c0c0c)));
+}
+inline Numbers low_fours(Numbers x, Numbers y) { return _mm512_unpacklo_epi32(x, y); }
+inline Numbers high_fours(Numbers x, Numbers y) { return _mm512_unpackhi_epi32(x, y); }
+inline Numbers low_eights(Numbers x, Numbers y) { return _mm512_unpacklo_epi64(x, y); }
+inline Numbers high_eights(Numbers x, Numbers y) { return _mm512_unpackhi_epi64(x, y); }
+
+// Of rows i, i + 4, i + 8 and i + 12.
+template <typename Sixteen>
+ACCEL_INLINE Numbers side_by_side(Sixteen sixteen, int i) {
+  Numbers x = _mm512_inserti32x4(_mm512_castsi128_si512(sixteen(i)), sixteen(4 + i), 1);
+  return _mm512_inserti32x4(_mm512_inserti32x4(x, sixteen(8 + i), 2), sixteen(12 + i), 3);
 }
 
 #else
@@ -109,31 +108,80 @@ inline Numbers products(Numbers sums, Numbers x, Numbers y) { return fours(sums,
 inline Numbers below(Numbers x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline Numbers above(Numbers x) { return below(_mm256_srli_epi16(x, 4)); }
 
-// 32 bytes of each row -> eight vectors.
-ACCEL_INLINE void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
-  Numbers r[8], s[8];
-  for (int i = 0; i < 8; ++i) r[i] = bytes(rows[i] + at);
-  for (int i = 0; i < 8; i += 2) {
-    s[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
-    s[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      r[i + 2 * j] = _mm256_unpacklo_epi64(s[i + j], s[i + j + 2]);
-      r[i + 2 * j + 1] = _mm256_unpackhi_epi64(s[i + j], s[i + j + 2]);
-    }
-  for (int i = 0; i < 4; ++i) {  // the last argument is to be a constant, also where nothing is unrolled
-    out[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
-    out[4 + i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
-  }
+inline Numbers and_of(Numbers x, Numbers y) { return _mm256_and_si256(x, y); }
+inline Numbers ones_of(Numbers x) { return _mm256_min_epu8(x, _mm256_set1_epi8(1)); }  // where bytes are not 0
+// Of each four bytes these.
+inline Numbers picked(Numbers x, int a, int b, int c, int d) {
+  const int32_t first = a | b << 8 | c << 16 | d << 24;
+  return _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(_mm_setr_epi32(first, first + 0x04040404,
+                                                                           first + 0x08080808, first + 0x0c0c0c0c)));
+}
+inline Numbers low_fours(Numbers x, Numbers y) { return _mm256_unpacklo_epi32(x, y); }
+inline Numbers high_fours(Numbers x, Numbers y) { return _mm256_unpackhi_epi32(x, y); }
+inline Numbers low_eights(Numbers x, Numbers y) { return _mm256_unpacklo_epi64(x, y); }
+inline Numbers high_eights(Numbers x, Numbers y) { return _mm256_unpackhi_epi64(x, y); }
+
+// Of rows i and i + 4.
+template <typename Sixteen>
+ACCEL_INLINE Numbers side_by_side(Sixteen sixteen, int i) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(sixteen(i)), sixteen(4 + i), 1);
 }
 
 #endif
 
-// Vector i of a group, of the eight that its bytes are turned into.
+// 16 bytes of each row -> four vectors.
+ACCEL_INLINE void turn_sixteen(const uint8_t* const* rows, int64_t at, Numbers* out) {
+  auto sixteen = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i] + at)); };
+  Numbers r[4], s[4];
+  ACCEL_UNROLL for (int i = 0; i < 4; ++i) r[i] = side_by_side(sixteen, i);
+  ACCEL_UNROLL for (int i = 0; i < 4; i += 2) s[i] = low_fours(r[i], r[i + 1]), s[i + 1] = high_fours(r[i], r[i + 1]);
+  ACCEL_UNROLL for (int i = 0; i < 2; ++i) out[2 * i] = low_eights(s[i], s[i + 2]), out[2 * i + 1] = high_eights(s[i], s[i + 2]);
+}
+
+// 32 bytes of each row -> eight vectors.
+ACCEL_INLINE void turn_bytes(const uint8_t* const* rows, int64_t at, Numbers* out) {
+  turn_sixteen(rows, at, out);
+  turn_sixteen(rows, at + 16, out + 4);
+}
+
+// The bytes of a group, turned; of a group of 2 to 6 bits its planes: 8, 4 and 2 vectors.
+template <int bits>
+ACCEL_INLINE void turn_group(const uint8_t* const* rows, int64_t at, Numbers* out) {
+  if (bits & 12) turn_bytes(rows, at, out);
+  if (bits & 2) turn_sixteen(rows, at + (bits & 4) * 8, out + 8);
+  if (bits & 1) {  // with the eight bytes before them: a row may end behind them
+    Numbers four[4];
+    turn_sixteen(rows, at + kBytes<bits> - 16, four);
+    out[12] = four[2], out[13] = four[3];
+  }
+}
+
+typedef uint16_t Twos __attribute__((vector_size(sizeof(Numbers))));
+
+// In each four bytes of a vector, of byte 2 * half and the next the even pairs of bits, each in a byte of its own.
+ACCEL_INLINE Numbers pairs(Numbers x, int half, int odd) {
+  const int first = 2 * half;
+  Twos each = (Twos)picked(x, first, first, first + 1, first + 1);
+  return (Numbers)((each >> (2 * odd) & 0x0003) | (each >> (2 * odd + 4) & 0x0300));
+}
+
+// In each four bytes of a vector, of one of them the even bits.
+ACCEL_INLINE Numbers single(Numbers x, int byte, int odd) {
+  Numbers bits = and_of(picked(x, byte, byte, byte, byte), every(odd ? int32_t(0x80200802) : 0x40100401));
+  return ones_of(bits);
+}
+
+// Vector i of a group of which `turn_group` made these.
 template <int bits>
 ACCEL_INLINE Numbers unpacked(const Numbers* turned, int i) {
-  if (bits == 4) return i < 8 ? below(turned[i]) : above(turned[i - 8]);
+  if (bits < 8) {
+    const int j = i % 8, odd = i / 8;
+    Numbers x = {};
+    if (bits & 4) x = odd ? above(turned[j]) : below(turned[j]);
+    if (bits & 2) x = (Numbers)((Twos)x | (Twos)pairs(turned[8 + j / 2], j % 2, odd) << kPlace<bits, 2>);
+    if (bits & 1) x = (Numbers)((Twos)x | (Twos)single(turned[12 + j / 4], j % 4, odd) << kPlace<bits, 1>);
+    return x;
+  }
 #if ACCEL_VNNI
   return turned[i];
 #else
@@ -142,17 +190,19 @@ ACCEL_INLINE Numbers unpacked(const Numbers* turned, int i) {
 }
 
 // Asks memory for group g of the next strip: more rows at once than the processor foresees.
+template <int bits>
 ACCEL_INLINE void ahead(const Strip& strip, int64_t g) {
-  if (g % 2 == 0)  // a line of a cache has two groups
-    ACCEL_UNROLL for (int i = 0; i < kWide; ++i) __builtin_prefetch(strip.rows[i] + g * kBytes + strip.next, 0, 2);
+  if (g * kBytes<bits> % 64 < kBytes<bits>)  // a line of a cache has several groups
+    ACCEL_UNROLL for (int i = 0; i < kWide; ++i)
+      __builtin_prefetch(strip.rows[i] + g * kBytes<bits> + strip.next, 0, 2);
 }
 
 // One group of each row -> its vectors.
 template <int bits>
 ACCEL_INLINE void turn(const Strip& strip, int64_t g) {
-  Numbers turned[8], *out = strip.numbers + kVectors<bits> * g;
-  ahead(strip, g);
-  turn_bytes(strip.rows, g * kBytes, turned);
+  Numbers turned[14], *out = strip.numbers + kVectors<bits> * g;
+  ahead<bits>(strip, g);
+  turn_group<bits>(strip.rows, g * kBytes<bits>, turned);
   ACCEL_UNROLL for (int i = 0; i < kVectors<bits>; ++i) out[i] = unpacked<bits>(turned, i);
 }
 
@@ -172,14 +222,16 @@ inline int32_t four(const int8_t* code) {
 // Adds up the products of vectors [first, first + count) of a group with its numbers in N input rows; count is at most
 // 8, so that sums of two products of 4 bits stay below 2^15. weight(i): a vector.
 template <int bits, int N, typename W>
-ACCEL_INLINE void add(W weight, const Group<bits>* x, int first, int count, Numbers* sums) {
+ACCEL_INLINE void add(W weight, const Input<bits>* x, int first, int count, Numbers* sums) {
   auto number = [&](int n, int i) __attribute__((always_inline)) { return every(four(x[n].code + 4 * i)); };
-#if ACCEL_VNNI
-  ACCEL_UNROLL for (int i = first; i < first + count; ++i) {
-    Numbers w = weight(i);
-    ACCEL_UNROLL for (int n = 0; n < N; ++n) sums[n] = products(sums[n], w, number(n, i));
+  if (ACCEL_VNNI || bits == 6) {
+    ACCEL_UNROLL for (int i = first; i < first + count; ++i) {
+      Numbers w = weight(i);
+      ACCEL_UNROLL for (int n = 0; n < N; ++n) sums[n] = products(sums[n], w, number(n, i));
+    }
+    return;
   }
-#else
+#if !ACCEL_VNNI
   if (bits == 8) {
     ACCEL_UNROLL for (int i = first; i < first + count; ++i) {
       Numbers w = weight(i), size = _mm256_abs_epi8(w);
@@ -204,14 +256,14 @@ ACCEL_INLINE void add(W weight, const Group<bits>* x, int first, int count, Numb
 // kRows input rows, from a strip's first group and block on.
 template <int bits>
 struct Rows {
-  const Group<bits>* codes;            // [groups, kRows]
+  const Input<bits>* codes;            // [groups, kRows]
   const float *steps, *totals, *sums;  // [blocks, kRows]; totals, sums: what is times zero points, and offsets
   const int32_t* starts;               // [blocks, kRows]: what the sums of whole numbers begin with
 };
 
 // The first N of these rows times a strip of `blocks` blocks, added to out [N, kWide]. EACH: blocks of a group; 0: a
 // block of 2^shift groups. kept: whether the strip's numbers lie turned, which pays where it meets several times N rows;
-// else each group is turned in registers.
+// else each group, of 4 or 8 bits, is turned in registers. Where it is kept, 4 bits stand for less too, and 6 for 5.
 template <int bits, int N, int EACH, bool kept>
 void multiply(const Strip& strip, const Rows<bits>& x, int64_t blocks, int64_t shift, float* out) {
   constexpr int E = EACH ? EACH : 1, part = 8 / E, V = kVectors<bits>;
@@ -227,13 +279,13 @@ void multiply(const Strip& strip, const Rows<bits>& x, int64_t blocks, int64_t s
       for (int64_t g = EACH ? b / E : b << shift, end = g + each; g < end; ++g) {
         const Numbers* w = strip.numbers + V * g;
         if (!kept && !e) {
-          ahead(strip, g);
-          turn_bytes(strip.rows, g * kBytes, turned);
+          ahead<bits>(strip, g);
+          turn_bytes(strip.rows, g * kBytes<bits>, turned);
         }
         auto weight = [&](int i) __attribute__((always_inline)) { return kept ? w[i] : unpacked<bits>(turned, i); };
-        const Group<bits>* codes = x.codes + g * kRows;
+        const Input<bits>* codes = x.codes + g * kRows;
         add<bits, N>(weight, codes, e * part, part, sums);
-        if (bits == 4) add<bits, N>(weight, codes, 8 + e * part, part, sums);
+        if (bits < 8) add<bits, N>(weight, codes, 8 + e * part, part, sums);
       }
       Floats scale = wide(strip.scales + (b + e) * kWide);
       const float* steps = x.steps + (b + e) * kRows;

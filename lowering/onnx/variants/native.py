@@ -506,7 +506,7 @@ def quantized_linear(
     block: int,
 ) -> Any:
     """The weights as they lie in the file, scales in two levels too: onnxruntime keeps no copy of its own."""
-    if b.dtype(x) != torch.float32 or bits not in (4, 8) or (bits == 8 and zeros is not None):
+    if b.dtype(x) != torch.float32 or (zeros is not None and bits > 4):
         return NotImplemented
     scales, *fine = (b.parts(scales) if isinstance(scales, Param) else ()) or (scales,)
     operands = (x, q, scales, zeros, bias, None, None, None, *fine)

@@ -48,6 +48,7 @@ _PRODUCTS = {
     (_MICROSOFT, "MatMulNBits"): (1, ""),
     (DOMAIN, "Linear"): (1, INT8),
 }
+_APART = ("MatMulNBits", _MICROSOFT)
 _NORM = 5  # the operand of Linear that is as deep as the weights are; they lie in whole blocks
 _ROUNDED = 4  # accuracy_level of MatMulNBits from which on its input is rounded to 8 bits
 _CHOOSING = (Part.PAGES, Part.UNITS, Part.LOW_RANK, Part.CHOICE)  # state by which slots are chosen
@@ -147,6 +148,8 @@ def _weights(graph: Nodes, work: Work) -> None:
                 work.unread = work.unread or f"{node.op} reads the weights that its data choose"
             else:
                 rows[weight.place] = weight.bytes // max(1, weight.shape[0])
+        if (node.op, node.domain) == _APART and node.inputs[1] not in weights:
+            work.unread = work.unread or f"{node.op} reads codes that are taken apart at the load"
         if (one := _product(node, weights, bool(asked.intersection(node.inputs)))) is not None:
             work.products.append(one)
     work.weights = sum(whole.values())
