@@ -39,6 +39,7 @@ class Asked:
     reading: Reading
     guide: StructuredOutputsParams | None
     echoes: Sequence[str] = ()
+    ignored: Sequence[str] = ()
 
     def submit(self) -> list[Ticket]:
         """Give all choices to the engine, or none. Raises Full, ApiError, AccelError."""
