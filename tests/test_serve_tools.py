@@ -2,9 +2,8 @@
 reasoning and text, whole and streamed, and each mistake is an error of OpenAI's.
 """
 
-import dataclasses
 import json
-from contextlib import ExitStack
+from functools import partial
 
 import httpx
 import openai
@@ -12,81 +11,18 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 import accel
-from accel.runtime.serve.engine import Engine
-from accel.serve.models import Served
 
-from . import serve_case
+from . import serve_case, serve_tools_case
+from .serve_tools_case import TOOLS, WEATHER
 
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]")
-HERMES = """{%- for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{% endfor %}assistant:{{ opening or '' }}{{ reasoning_effort or '' }}{{ enable_thinking | default('') }}
-{#- </think> #}"""
-MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ messages[-1].content }}
-{# [TOOL_CALLS] #}"""
-HARMONY = "{{ messages[-1].content }}{# <|start|><|channel|><|message|> #}"
-NO_TOOLS = "{{ 'the word tools' }} tools {{ messages[-1].content }}"
-UNKNOWN = "{{ tools }}{{ messages[-1].content }}"
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}  # fmt: skip
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "description": "Weather.", "parameters": WEATHER},
-    },
-    {"type": "function", "function": {"name": "now"}},
-]
 NO_THOUGHTS = {"4093": -100}  # <think>
 TALK = [{"role": "user", "content": "Weather in Oslo?"}]
 ASKED = {"model": "hermes", "messages": TALK, "tools": TOOLS, "temperature": 1.0, "seed": 1}
 
 
-class Scripted:
-    """An engine whose replies are these tokens, then the model's end token."""
-
-    def __init__(self, engine):
-        self.engine, self.script = engine, []
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def submit(self, request):
-        self.prompt = request.prompt
-        if self.script:
-
-            def follow(ids, logits):
-                at = len(ids) - len(request.prompt)
-                logits[:] = -1e9
-                logits[self.script[at] if at < len(self.script) else 1] = 0
-                return logits
-
-            params = dataclasses.replace(request.params, logits_processors=[follow])
-            request = dataclasses.replace(request, params=params)
-        return self.engine.submit(request)
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """One model under several names, each with a chat template of its own."""
-    folder = tmp_path_factory.mktemp("tools")
-    artifact = serve_case.build(folder, template=HERMES, marks=MARKS, max_context=1024, max_batch=2)
-    with ExitStack() as stack:
-        model = stack.enter_context(accel.load(artifact, threads=1))
-        engine = Engine(model, max_waiting=8)
-        stack.callback(engine.close, drain=False)
-        scripted = Scripted(engine)
-        templates = {"hermes": None, "mistral": MISTRAL, "plain": NO_TOOLS, "unknown": UNKNOWN}
-        templates["harmony"] = HARMONY
-        found = [Served(name, model, scripted, text) for name, text in templates.items()]
-        running = stack.enter_context(serve_case.listening(found))
-        running.engine = scripted
+    with serve_tools_case.serving(tmp_path_factory.mktemp("tools")) as running:
         yield running
 
 
@@ -100,21 +36,7 @@ def client(served):
 
 @pytest.fixture
 def say(served, client):
-    """say(text, …): the next replies are it; a text within is in its own tokens, one in a list spelt in others."""
-
-    def script(*parts):
-        tokenizer = served.models[0].tokenizer
-        served.engine.script = [
-            token
-            for part in parts
-            for token in (
-                tokenizer.encode(part, special=False)
-                if isinstance(part, str)
-                else [i for letter in part[0] for i in tokenizer.encode(letter, special=False)]
-            )
-        ]
-
-    return script
+    return partial(serve_tools_case.script, served)
 
 
 def both(client, **asked):

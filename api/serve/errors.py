@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import Request
@@ -71,6 +72,20 @@ class ApiError(Exception):
     def _told(self) -> str:
         return self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
 
+    def in_words(self, words: Mapping[str, str]) -> ApiError:
+        """It with another API's names of fields: as `param`, at the beginning of the message, and of parts of a field
+        (".part") and values ('"value"') anywhere in it.
+        """
+        first = re.match(r"\w+", self.message)
+        message = self.message
+        if first and first[0] in words:
+            message = words[first[0]] + message.removeprefix(first[0])
+        for own, theirs in words.items():
+            if not own.isidentifier():
+                message = message.replace(own, theirs)
+        param = None if self.param is None else words.get(self.param, self.param)
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
     def response(self, path: str = "") -> Response:
         """It as the answer to a request of a path."""
         theirs = path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
@@ -100,6 +115,15 @@ def of_exception(error: BaseException, fields: Collection[str] = ()) -> ApiError
     if isinstance(error, AccelError):
         return ApiError(500, str(error))
     return ApiError(500, "the server failed; its log says more")
+
+
+@contextmanager
+def in_words(words: Mapping[str, str]) -> Iterator[None]:
+    """Errors of a request that stands for one of another API, in that one's words."""
+    try:
+        yield
+    except (ApiError, AccelError) as error:
+        raise of_exception(error, words).in_words(words) from error
 
 
 async def on_exception(request: Request, error: Exception) -> Response:
