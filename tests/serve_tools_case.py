@@ -25,6 +25,9 @@ HERMES = """{%- for tool in tools or [] %}{{ tool | tojson }}
 MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ messages[-1].content }}
 {# [TOOL_CALLS] #}"""
 HARMONY = "{{ messages[-1].content }}{# <|start|><|channel|><|message|> #}"
+THOUGHTS = (
+    "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}{# </think> #}"
+)
 NO_TOOLS = "{{ 'the word tools' }} tools {{ messages[-1].content }}"
 UNKNOWN = "{{ tools }}{{ messages[-1].content }}"
 WEATHER = {
@@ -91,7 +94,7 @@ def serving(folder: Path, max_context: int = 1024) -> Iterator[Any]:
         stack.callback(engine.close, drain=False)
         scripted = Scripted(engine)
         templates = {"hermes": None, "mistral": MISTRAL, "plain": NO_TOOLS, "unknown": UNKNOWN}
-        templates["harmony"] = HARMONY
+        templates |= {"harmony": HARMONY, "thoughts": THOUGHTS}
         found = [Served(name, model, scripted, text) for name, text in templates.items()]
         running = stack.enter_context(serve_case.listening(found))
         running.engine = scripted

@@ -73,15 +73,17 @@ class ApiError(Exception):
         return self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
 
     def in_words(self, words: Mapping[str, str]) -> ApiError:
-        """It with another API's names of fields: as `param`, at the beginning of the message, and of parts of a field
-        (".part") and values ('"value"') anywhere in it.
+        """It with another API's names: of a field or of an entry of it ("tools[0]"), as `param` and at the beginning of
+        the message; of parts of a field (".part") and values ('"value"') anywhere in it.
         """
-        first = re.match(r"\w+", self.message)
         message = self.message
-        if first and first[0] in words:
-            message = words[first[0]] + message.removeprefix(first[0])
+        first = re.match(r"(\w+)(\[\d+\])?", message)
+        for own in (first[0], first[1]) if first else ():
+            if own in words:
+                message = words[own] + message.removeprefix(own)
+                break
         for own, theirs in words.items():
-            if not own.isidentifier():
+            if own[0] in '".':
                 message = message.replace(own, theirs)
         param = None if self.param is None else words.get(self.param, self.param)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
