@@ -140,6 +140,17 @@ def test_an_answer(client, say, prompt):
     assert response.model_extra["store"] is False and response.instructions == "Be brief."
 
 
+def test_what_is_repeated_may_be_no_text(served, client):
+    """JSON escapes a lone surrogate, which UTF-8 lacks."""
+    body = json.dumps(
+        {"model": "hermes", "input": "a", "max_output_tokens": 2, "metadata": {"é": "\ud800"}}
+    )
+    with httpx.Client(base_url=served.url, headers={"content-type": "application/json"}) as http:
+        answer = http.post("/v1/responses", content=body)
+    assert answer.status_code == 200 and "é".encode() in answer.content
+    assert json.loads(answer.content)["metadata"] == {"é": "\ud800"}
+
+
 def test_the_clients_stream(client, say):
     """The client puts the answer together, and parses its schema."""
     say("<think>Hm.</think>Well.\n", CALL)
@@ -324,6 +335,7 @@ def items(*more):
 CALLED = {"type": "function_call", "call_id": "a", "name": "now", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "7"}
 IMAGE = {"type": "input_image", "image_url": "x"}
+DEEP = '{"a":' * 900 + "1" + "}" * 900
 BAD = [  # fields that are changed, the field that the error names, and words of it
     ({"input": None}, "input", "input"),
     ({"input": []}, "input", "input is empty"),
@@ -369,6 +381,8 @@ BAD = [  # fields that are changed, the field that the error names, and words of
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
     ({"temperature": -1}, "temperature", "temperature"),
     ({"metadata": {"a": 1}}, "metadata", "metadata"),
+    ({"metadata": {str(i): "a" for i in range(17)}}, "metadata", "it has more than 16 entries"),
+    (items({**CALLED, "arguments": DEEP}, {**OUTPUT, "output": "so " * 2000}), "input", "tokens"),
     ({"input": "so " * 2000}, "input", "max_context"),
     ({"model": "plain"}, "tools", "knows no tools"),
     ({"model": "unknown"}, "tools", "is not known"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel.ir.errors import shown
@@ -13,37 +13,62 @@ from accel.serve.schemas import ChatRequest, ForReply
 _BETWEEN = "\n\n"  # texts of one message that came apart
 
 
+@dataclass
+class _Turn:
+    """A message whose texts come apart."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    of_call: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """It as chats have it."""
+        found: dict[str, Any] = {"role": self.role, **self.of_call}
+        found["content"] = _BETWEEN.join(text for text in self.texts if text)
+        if self.thoughts:
+            found["reasoning_content"] = _BETWEEN.join(self.thoughts)
+        if self.calls:
+            found["tool_calls"] = self.calls
+        return found
+
+
 class History:
-    """Messages so far. What follows in the same role is one message: many templates ask for turns."""
+    """A conversation so far. What follows in the same role is one message: many templates ask for turns."""
 
     def __init__(self, param: str):
         """`param`: the field that holds the turns."""
         self.param = param
         self._calls: dict[str, str] = {}  # the name of each call's tool, by its id
-        self.messages: list[dict[str, Any]] = []
+        self._turns: list[_Turn] = []
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """As chats have them."""
+        return [turn.message for turn in self._turns]
 
     def system(self, text: str) -> None:
         """What the model is told."""
-        self._more("system", text)
+        self._at("system").texts.append(text)
 
     def user(self, text: str) -> None:
         """What a person said."""
-        self._more("user", text)
+        self._at("user").texts.append(text)
 
     def said(self, text: str) -> None:
         """What the model said."""
-        self._more("assistant", text)
+        self._at("assistant").texts.append(text)
 
     def thought(self, text: str) -> None:
         """What the model thought before it said more."""
-        message = self._at("assistant")
-        before = message.get("reasoning_content", "")
-        message["reasoning_content"] = _joined(before, text)
+        self._at("assistant").thoughts.append(text)
 
     def call(self, identity: str, name: str, arguments: Mapping[str, Any]) -> None:
         """What the model called."""
-        function = {"name": name, "arguments": json.dumps(arguments)}
-        calls = self._at("assistant").setdefault("tool_calls", [])
+        function = {"name": name, "arguments": arguments}
+        calls = self._at("assistant").calls
         calls.append({"id": identity, "type": "function", "function": function})
         self._calls[identity] = name
 
@@ -52,33 +77,32 @@ class History:
         if not isinstance(identity, str) or identity not in self._calls:
             told = f"{place}: no call before it has the id {shown(identity)}"
             raise ApiError(400, told, param=self.param)
-        told = {"tool_call_id": identity, "name": self._calls[identity], "content": text}
-        self.messages.append({"role": "tool", **told})
+        of_call = {"tool_call_id": identity, "name": self._calls[identity]}
+        self._turns.append(_Turn("tool", [text], of_call=of_call))
 
-    def _at(self, role: str) -> dict[str, Any]:
+    def _at(self, role: str) -> _Turn:
         """The message of a role that goes on, or a new one."""
-        if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": ""})
-        return self.messages[-1]
-
-    def _more(self, role: str, text: str) -> None:
-        message = self._at(role)
-        message["content"] = _joined(message["content"], text)
+        if not self._turns or self._turns[-1].role != role:
+            self._turns.append(_Turn(role))
+        return self._turns[-1]
 
 
-def _joined(before: str, text: str) -> str:
-    return f"{before}{_BETWEEN}{text}" if before and text else before + text
-
-
-def as_chat(asked: ForReply, history: History, **fields: Any) -> ChatRequest:
-    """A request as one for a chat; `fields`: of it, beside those that every request has. Raises ApiError."""
-    if not history.messages:
+def as_chat(
+    asked: ForReply, history: History, *, goes_on: bool = False, **fields: Any
+) -> ChatRequest:
+    """A request as one for a chat. `goes_on`: the answer does with a text of the model at the end; `fields`: of it,
+    beside those that every request has. Raises ApiError.
+    """
+    if not (messages := history.messages):
         raise ApiError(400, f"{history.param} is empty; give a message", param=history.param)
+    last = messages[-1]
+    if goes_on and last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+        fields["continue_final_message"] = True
     shared = {name: getattr(asked, name) for name in ForReply.model_fields}
-    return ChatRequest.model_validate({**shared, **fields, "messages": history.messages})
+    return ChatRequest.model_validate({**shared, **fields, "messages": messages})
 
 
-def field(
+def member(
     value: Any, name: str, kind: type[Any], place: str, param: str, *, needed: bool = False
 ) -> Any:
     """A field of an object in a request, of this type; one that is missing is empty. Raises ApiError."""

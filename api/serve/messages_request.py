@@ -10,7 +10,7 @@ from pydantic import Field
 from accel.ir.errors import shown, unknown
 from accel.serve import requests
 from accel.serve.errors import ApiError, in_words
-from accel.serve.history import History, as_chat, field
+from accel.serve.history import History, as_chat, member
 from accel.serve.models import Served
 from accel.serve.requests import Asked
 from accel.serve.schemas import ChatRequest, ForReply, Listed, Refused, Schema, Unused
@@ -111,7 +111,6 @@ def _chat(asked: CountRequest, **fields: Any) -> ChatRequest:
     variables = dict(asked.chat_template_kwargs or {})
     if asked.thinking is not None:
         variables.setdefault("enable_thinking", asked.thinking.type != "disabled")
-    last = asked.messages[-1] if asked.messages else {}
     return as_chat(
         asked,
         history,
@@ -122,7 +121,7 @@ def _chat(asked: CountRequest, **fields: Any) -> ChatRequest:
         parallel_tool_calls=several,
         reasoning_effort="xhigh" if config.effort == "max" else config.effort,
         chat_template_kwargs=variables,
-        continue_final_message=last.get("role") == "assistant" and _only_text(last["content"]),
+        goes_on=True,
     )
 
 
@@ -142,16 +141,16 @@ def _message(message: Mapping[str, Any], place: str, history: History) -> None:
         where = f"{place}.content[{j}]"
         kind = _kind(block, where, "messages")
         if kind == "text":
-            say(field(block, "text", str, where, "messages", needed=True))
+            say(member(block, "text", str, where, "messages", needed=True))
         elif kind == "tool_result" and role == "user":
             _result(block, where, history)
         elif kind == "tool_use" and role == "assistant":
             identity, name = (
-                field(block, key, str, where, "messages", needed=True) for key in ("id", "name")
+                member(block, key, str, where, "messages", needed=True) for key in ("id", "name")
             )
-            history.call(identity, name, field(block, "input", dict, where, "messages"))
+            history.call(identity, name, member(block, "input", dict, where, "messages"))
         elif kind == "thinking" and role == "assistant":
-            history.thought(field(block, "thinking", str, where, "messages"))
+            history.thought(member(block, "thinking", str, where, "messages"))
         elif kind != "redacted_thinking" or role != "assistant":
             known = {"user": "text and tool_result", "system": "text"}
             takes = known.get(str(role), "text, thinking, redacted_thinking and tool_use")
@@ -163,7 +162,7 @@ def _result(block: Mapping[str, Any], place: str, history: History) -> None:
     """What a call gave; a template has no place for whether it failed."""
     content = block.get("content")
     text = _texts(content, f"{place}.content", "messages") if content else ""
-    if field(block, "is_error", bool, place, "messages"):
+    if member(block, "is_error", bool, place, "messages"):
         text = f"Error: {text}"
     history.result(block.get("tool_use_id"), text, place)
 
@@ -179,7 +178,7 @@ def _texts(content: Any, place: str, param: str) -> str:
         if (kind := _kind(block, where := f"{place}[{j}]", param)) != "text":
             told = f"{where} is of type {shown(kind)}; this server takes text here"
             raise ApiError(400, told, param=param)
-        found.append(field(block, "text", str, where, param, needed=True))
+        found.append(member(block, "text", str, where, param, needed=True))
     return "\n\n".join(found)
 
 
@@ -188,11 +187,6 @@ def _kind(block: Any, place: str, param: str) -> Any:
         told = f'{place} is {shown(block)}; give {{"type": "text", "text": …}}'
         raise ApiError(400, told, param=param)
     return block.get("type")
-
-
-def _only_text(content: Any) -> bool:
-    """Whether a message can go on."""
-    return isinstance(content, str) or all(block.get("type") == "text" for block in content)
 
 
 def _tool(i: int, tool: Any) -> dict[str, Any]:
@@ -213,7 +207,7 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
     """The choice of a tool, and whether there may be several calls. Raises ApiError."""
     if choice is None:
         return None, None
-    alone = field(choice, "disable_parallel_tool_use", bool, "tool_choice", "tool_choice")
+    alone = member(choice, "disable_parallel_tool_use", bool, "tool_choice", "tool_choice")
     several = False if alone else None
     kind = choice.get("type")
     if kind == "tool":

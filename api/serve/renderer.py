@@ -16,7 +16,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Frame:
-    """One server-sent event. `data`: an object, or a text that is no JSON; `name`: its type, where events have one."""
+    """One server-sent event. `data`: an object, or the text that is sent; `name`: its type, where events have one."""
 
     data: Object | str
     name: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,12 +33,14 @@ class ResponseReply(Blocks):
         self._sequence = 0
         self._failed = False
         self._head = _head(sent, found, self._offered)
+        self._head_text = json.dumps(self._head)[
+            1:-1
+        ]  # it grows with the body; a stream repeats it
 
     def begin(self) -> Iterator[Frame]:
         """The response without its output."""
-        told = self._response("in_progress")
-        yield self._frame("response.created", response=told)
-        yield self._frame("response.in_progress", response=told)
+        yield self._of_response("created", self._rest("in_progress"))
+        yield self._of_response("in_progress", self._rest("in_progress"))
 
     def opened(self, block: Block) -> Iterator[Frame]:
         """An item, and the part that its text is."""
@@ -85,19 +88,22 @@ class ResponseReply(Blocks):
 
     def end(self) -> Iterator[Frame]:
         """All of the response."""
-        told = self.whole()
-        yield self._frame(f"response.{told['status']}", response=told)
+        yield self._of_response(self._end, self._rest(self._end))
 
     def failed(self, error: ApiError) -> Iterable[Frame]:
         """The response as far as it came."""
         self._failed = True
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         told = {"code": code, "message": error.body["error"]["message"]}
-        yield self._frame("response.failed", response={**self._response("failed"), "error": told})
+        yield self._of_response("failed", {**self._rest("failed"), "error": told})
 
     def whole(self) -> Object:
         """All of it."""
-        return self._response("incomplete" if self.finish == "length" else "completed")
+        return {**self._head, **self._rest(self._end)}
+
+    @property
+    def _end(self) -> str:
+        return "incomplete" if self.finish == "length" else "completed"
 
     def _status(self, block: Block) -> str:
         """Whether an item is whole: the last one of an answer that was cut off is not."""
@@ -120,12 +126,12 @@ class ResponseReply(Blocks):
             return {**identity, "type": "reasoning", "status": status, **held}
         return {**identity, "type": "message", "status": status, "role": "assistant", "content": parts}  # fmt: skip
 
-    def _response(self, status: str) -> Object:
+    def _rest(self, status: str) -> Object:
+        """What of a response is not of its request."""
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         ended = status != "in_progress"
         output = [self._item(block, self._status(block)) for block in self.blocks] if ended else []
         return {
-            **self._head,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": None,
@@ -148,6 +154,11 @@ class ResponseReply(Blocks):
     def _frame(self, kind: str, **fields: object) -> Frame:
         self._sequence += 1
         return Frame({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
+
+    def _of_response(self, kind: str, rest: Object) -> Frame:
+        kind, self._sequence = f"response.{kind}", self._sequence + 1
+        head = f'{{"type": "{kind}", "sequence_number": {self._sequence - 1}, "response": '
+        return Frame(f"{head}{{{self._head_text}, {json.dumps(rest)[1:]}}}", kind)
 
     def _of_item(self, kind: str, block: Block, **fields: object) -> Frame:
         place = {"item_id": self._ids[block.index], "output_index": block.index}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from accel.ir.errors import shown, unknown
-from accel.serve import history, requests
+from accel.serve import requests
 from accel.serve.errors import ApiError, in_words, unsupported
-from accel.serve.history import History, as_chat
+from accel.serve.history import History, as_chat, member
 from accel.serve.models import Served
 from accel.serve.requests import Asked
 from accel.serve.schemas import ForReply, Listed, Refused, Schema, Unused
@@ -75,7 +75,7 @@ class ResponsesRequest(ForReply):
     prompt: Any = None
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None  # as OpenAI's
     chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Refused = None
     max_tool_calls: Unused = None  # of tools that run on a server
@@ -166,12 +166,12 @@ class Offered:
             told = f'{place} is {shown(tool)}; give {{"type": "function", "name": …}}'
             raise ApiError(400, told, param="tools")
         if kind == "namespace" and not namespace:
-            space = history.field(tool, "name", str, place, "tools", needed=True)
+            space = member(tool, "name", str, place, "tools", needed=True)
             self.shown.append(tool)
-            for j, one in enumerate(history.field(tool, "tools", list, place, "tools")):
+            for j, one in enumerate(member(tool, "tools", list, place, "tools")):
                 self._add(one, f"{place}.tools[{j}]", space)
         elif kind == "function":
-            name = history.field(tool, "name", str, place, "tools", needed=True)
+            name = member(tool, "name", str, place, "tools", needed=True)
             if (known := full_name(namespace, name)) in self.functions:
                 raise ApiError(400, f"tools: two are named {known}; rename one", param="tools")
             self.functions[known] = (namespace, tool)
@@ -207,8 +207,8 @@ def _choice(choice: Any) -> Any:
             param="tool_choice",
         )  # fmt: skip
     name = full_name(
-        history.field(choice, "namespace", str, "tool_choice", "tool_choice"),
-        history.field(choice, "name", str, "tool_choice", "tool_choice", needed=True),
+        member(choice, "namespace", str, "tool_choice", "tool_choice"),
+        member(choice, "name", str, "tool_choice", "tool_choice", needed=True),
     )
     return {"type": "function", "function": {"name": name}}
 
@@ -238,7 +238,7 @@ def _item(item: Mapping[str, Any], place: str, turns: History) -> None:
         say[role](_texts(item.get("content"), f"{place}.content"))
     elif kind == "function_call":
         name, identity, arguments, namespace = (
-            history.field(item, key, str, place, "input", needed=key in ("name", "call_id"))
+            member(item, key, str, place, "input", needed=key in ("name", "call_id"))
             for key in ("name", "call_id", "arguments", "namespace")
         )
         found = arguments_of(arguments, f"{place}.arguments", "input")
@@ -258,10 +258,10 @@ def _item(item: Mapping[str, Any], place: str, turns: History) -> None:
 def _thought(item: Mapping[str, Any], place: str) -> str:
     """What an item of reasoning holds: all of it, or a summary; nothing of what other servers sealed."""
     for key, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
-        parts = history.field(item, key, list, place, "input")
+        parts = member(item, key, list, place, "input")
         if parts:
             return _texts(parts, f"{place}.{key}", (kind, "text"))
-    sealed: str = history.field(item, "encrypted_content", str, place, "input")
+    sealed: str = member(item, "encrypted_content", str, place, "input")
     return sealed.removeprefix(SEALED) if sealed.startswith(SEALED) else ""
 
 
@@ -276,10 +276,10 @@ def _texts(content: Any, place: str, kinds: Sequence[str] = _TEXTS) -> str:
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else part
         if kind == "refusal":
-            found.append(history.field(part, "refusal", str, f"{place}[{j}]", "input"))
+            found.append(member(part, "refusal", str, f"{place}[{j}]", "input"))
             continue
         if not isinstance(part, Mapping) or kind not in kinds:
             told = f"{place}[{j}] is of type {shown(kind)}; this server takes {kinds[0]}"
             raise ApiError(400, told, param="input")
-        found.append(history.field(part, "text", str, f"{place}[{j}]", "input", needed=True))
+        found.append(member(part, "text", str, f"{place}[{j}]", "input", needed=True))
     return "".join(found)

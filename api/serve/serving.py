@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,15 @@ from accel.serve.schemas import ForReply, Schema
 from accel.serve.stream import EventStream, Gone, too_long, while_there
 
 S = TypeVar("S", bound=Schema)
+
+
+class Whole(JSONResponse):
+    """An answer at once. It may repeat a lone surrogate of the request, which UTF-8 lacks and JSON escapes."""
+
+    def render(self, content: Any) -> bytes:
+        """JSON, in UTF-8."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class Serving:
             return answer(body.asked), body.headers
 
         whole, headers = await run_in_threadpool(taken)
-        return JSONResponse(whole, headers=headers)
+        return Whole(whole, headers=headers)
 
     async def generated(
         self,
@@ -66,15 +76,16 @@ class Serving:
         began = time.perf_counter()
         sent, media_type = await request.body(), request.headers.get("content-type", "")
 
-        def taken() -> tuple[Parsed[Any], Clock, Asked, list[Ticket]]:  # what grows with the body
+        def taken() -> tuple[Parsed[Any], Clock, list[Ticket], Renderer]:  # grows with the body
             body = self.parsed(sent, media_type, schema)
             served, adapter = self.models.find(body.asked.model)
             clock = self.metrics.clock(served.name)
             found = read(body.asked, served, adapter)
-            return body.beside(found.ignored, self.limits.strict), clock, found, found.submit()
+            body = body.beside(found.ignored, self.limits.strict)
+            tickets = found.submit()
+            return body, clock, tickets, kind(body.asked, found, tickets, began)
 
-        body, clock, found, tickets = await run_in_threadpool(taken)
-        renderer = kind(body.asked, found, tickets, began)
+        body, clock, tickets, renderer = await run_in_threadpool(taken)
         made = _Made(Events(tickets), renderer, clock)
         self.live.add(made.events)
         on_end = partial(self.live.remove, made.events)
@@ -82,8 +93,8 @@ class Serving:
             return EventStream(made.frames(), renderer, self.limits.seconds, on_end, body.headers)
         try:
             async with asyncio.timeout(self.limits.seconds):
-                whole = await while_there(made.whole(), request.receive)
-                return JSONResponse(whole, headers=body.headers)
+                await while_there(made.ended(), request.receive)
+            return await run_in_threadpool(lambda: Whole(renderer.whole(), headers=body.headers))
         except TimeoutError:
             raise too_long(self.limits.seconds) from None
         except Gone:
@@ -100,14 +111,13 @@ class _Made:
     renderer: Renderer
     clock: Clock
 
-    async def whole(self) -> dict[str, Any]:
-        """Once all tickets have ended."""
+    async def ended(self) -> None:
+        """All tickets have."""
         async for i, event in self.events:
             self.clock.token()
             for _ in self.renderer.take(i, event):
                 pass
         self.clock.end()
-        return self.renderer.whole()
 
     async def frames(self) -> AsyncIterator[Frame]:
         """As they come."""
