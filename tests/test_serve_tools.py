@@ -5,6 +5,7 @@ reasoning and text, whole and streamed, and each mistake is an error of OpenAI's
 import json
 from functools import partial
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -314,36 +315,93 @@ def test_messages_of_clients_are_taken(client):
     assert client.chat.completions.create(**ASKED | {"messages": none}, max_tokens=2).choices
 
 
-@pytest.mark.long
-def test_a_real_model_in_two_turns(real_model, tmp_path):
-    """Qwen2.5-Coder calls a tool because it must, and answers with what the tool said."""
-    model = real_model("qwen-coder-0.5b")
+QUESTIONS = (
+    ("Oslo", 2, "What will the weather be in Oslo in 2 days?"),
+    ("Rome", 5, "And in Rome in 5 days?"),
+)
+LAST = "Say in one sentence what the weather will be."
+CITIES = {**WEATHER, "properties": {**WEATHER["properties"], "city": {"type": "string"}}}
+CITY_WEATHER = {"name": "weather", "description": "The weather of a city."}
+
+
+@pytest.fixture(scope="module")
+def qwen(real_model, tmp_path_factory):
+    """A server of Qwen2.5-Coder-0.5B."""
+    model, folder = real_model("qwen-coder-0.5b"), tmp_path_factory.mktemp("real")
     options = {"max_context": 1024, "max_batch": 1, "verify": False}
-    accel.optimize(model, "base", out=tmp_path / "qwen", **options).close()
-    weather = {**WEATHER, "properties": {**WEATHER["properties"], "city": {"type": "string"}}}
-    function = {"name": "weather", "description": "The weather of a city.", "parameters": weather}
-    tools = [{"type": "function", "function": function}, TOOLS[1]]
-    talk = [{"role": "user", "content": "What will the weather be in Oslo in 2 days?"}]
+    accel.optimize(model, "base", out=folder / "qwen", **options).close()
+    with serve_case.running([folder / "qwen"]) as running:
+        yield running
+
+
+@pytest.mark.long
+def test_a_real_model_in_two_turns(qwen):
+    """Qwen2.5-Coder calls a tool because it must, and answers with what the tool said."""
+    tools = [{"type": "function", "function": {**CITY_WEATHER, "parameters": CITIES}}, TOOLS[1]]
     asked = {"tools": tools, "temperature": 0, "max_tokens": 80, "model": "qwen"}
-    with (
-        serve_case.running([tmp_path / "qwen"]) as served,
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client,
-    ):
-        must = {"tool_choice": "required", "parallel_tool_calls": False}
-        for city, days, question in (
-            ("Oslo", 2, talk[0]["content"]),
-            ("Rome", 5, "And in Rome in 5 days?"),
-        ):
-            talk += [{"role": "user", "content": question}] if len(talk) > 1 else []
+    must = {"tool_choice": "required", "parallel_tool_calls": False}
+    talk = []
+    with openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="any", max_retries=0) as client:
+        for city, days, question in QUESTIONS:
+            talk += [{"role": "user", "content": question}]
             called, reason = both(client, messages=talk, **asked, **must)
             wanted = ("weather", {"city": city, "days": days})
             assert (reason, calls(called)) == ("tool_calls", [wanted])
-            answer = {
-                "role": "tool",
-                "tool_call_id": called.tool_calls[0].id,
-                "content": "Hail, 7 °C.",
-            }
-            talk += [called.model_dump(), answer]
-        talk += [{"role": "user", "content": "Say in one sentence what the weather will be."}]
+            result = {"tool_call_id": called.tool_calls[0].id, "content": "Hail, 7 °C."}
+            talk += [called.model_dump(), {"role": "tool", **result}]
+        talk += [{"role": "user", "content": LAST}]
         said, reason = both(client, messages=talk, **asked, tool_choice="none")
         assert reason == "stop" and "7" in said.content
+
+
+@pytest.mark.long
+def test_a_real_model_in_anthropics_messages(qwen):
+    """The same conversation, streamed."""
+    tools = [
+        {**CITY_WEATHER, "input_schema": CITIES},
+        {"name": "now", "input_schema": {"type": "object"}},
+    ]
+    asked = {"tools": tools, "max_tokens": 80, "model": "qwen", "extra_body": {"temperature": 0}}
+    must, talk = {"type": "any", "disable_parallel_tool_use": True}, []
+    with anthropic.Anthropic(base_url=qwen.url, api_key="any", max_retries=0) as client:
+        for city, days, question in QUESTIONS:
+            talk += [{"role": "user", "content": question}]
+            with client.messages.stream(**asked, messages=talk, tool_choice=must) as stream:
+                message = stream.get_final_message()
+            (call,) = message.content
+            assert (call.name, call.input) == ("weather", {"city": city, "days": days})
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "Hail, 7 °C."}
+            talk += [{"role": "assistant", "content": message.content}]
+            talk += [{"role": "user", "content": [result]}]
+        talk[-1]["content"].append({"type": "text", "text": LAST})
+        said = client.messages.create(**asked, messages=talk, tool_choice={"type": "none"})
+        assert said.stop_reason == "end_turn" and "7" in said.content[0].text
+
+
+@pytest.mark.long
+def test_a_real_model_in_openais_responses(qwen):
+    """The same conversation, streamed."""
+    tools = [
+        {"type": "function", **CITY_WEATHER, "parameters": CITIES},
+        {"type": "function", "name": "now"},
+    ]
+    asked = {"tools": tools, "temperature": 0, "max_output_tokens": 80, "model": "qwen"}
+    must, talk = {"tool_choice": "required", "parallel_tool_calls": False}, []
+    with openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="any", max_retries=0) as client:
+        for city, days, question in QUESTIONS:
+            talk += [{"role": "user", "content": question}]
+            with client.responses.stream(**asked, input=talk, **must) as stream:
+                (call,) = stream.get_final_response().output
+            assert (call.name, json.loads(call.arguments)) == (
+                "weather",
+                {"city": city, "days": days},
+            )
+            output = {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": "Hail, 7 °C.",
+            }
+            talk += [call.model_dump(exclude={"parsed_arguments"}, exclude_none=True), output]
+        talk += [{"role": "user", "content": LAST}]
+        said = client.responses.create(**asked, input=talk, tool_choice="none")
+        assert said.status == "completed" and "7" in said.output_text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic_core import from_json
+from pydantic import TypeAdapter
 
 from accel.runtime.serve.engine import Ticket
 from accel.runtime.serve.reply.parts import Reasoning, ToolCall
@@ -19,6 +19,7 @@ from accel.serve.requests import Asked
 _PING = Frame({"type": "ping"}, "ping")
 _UNSIGNED = "unsigned"  # clients drop thoughts without a signature
 _NO_JSON = "INVALID_JSON"  # Anthropic's name for arguments that are none
+_OBJECT = TypeAdapter(dict[str, Any])
 _REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 
 
@@ -126,7 +127,6 @@ def _content(block: Block) -> Object:
 def _arguments(text: str) -> Object:
     """Arguments, of a call that was cut off as far as they came: as Anthropic's client reads a stream of them."""
     try:
-        found = from_json(text or "{}", allow_partial=True)
+        return _OBJECT.validate_json(text or "{}", experimental_allow_partial=True)
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {_NO_JSON: text}
+        return {_NO_JSON: text}
