@@ -97,12 +97,13 @@ def test_an_answer(client, say, prompt):
         *TALK,
         {"role": "assistant", "content": [{"type": "text", "text": "Well."}]},
         {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": "so?"}]},
+        {"role": "system", "content": "Now."},
         {"role": "user", "content": "Say."},
     ]  # fmt: skip
     asked = {"system": system, "messages": talk, "extra_headers": beta, "tools": anthropic.omit}
     message = both(client, **asked, metadata={"user_id": "me"})
     assert told(message) == ["Hi there.", "end_turn"] and message.stop_sequence is None
-    said = "system: Be brief.\n\nBe brief.user: Weather in Oslo?assistant: Well.user: And\n\nso?\n\nSay."
+    said = "system: Be brief.\n\nBe brief.user: Weather in Oslo?assistant: Well.user: And\n\nso?\n\nNow.\n\nSay."
     assert prompt() == f"{said}assistant:"
     usage = message.usage
     assert usage.input_tokens > 20 and usage.output_tokens > 2

@@ -50,8 +50,11 @@ class History:
         return [turn.message for turn in self._turns]
 
     def system(self, text: str) -> None:
-        """What the model is told."""
-        self._at("system").texts.append(text)
+        """What the model is told. Many templates take that at the beginning only: later it is told as the user's."""
+        begins = (
+            not self._turns or self._turns[0] is self._turns[-1] and self._turns[0].role == "system"
+        )
+        self._at("system" if begins else "user").texts.append(text)
 
     def user(self, text: str) -> None:
         """What a person said."""

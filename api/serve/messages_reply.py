@@ -43,13 +43,14 @@ class MessageReply(Blocks):
 
     def begin(self) -> Iterator[Frame]:
         """The message without its content."""
-        empty = {"content": [], "stop_reason": None, "stop_sequence": None}
+        empty: Object = {"content": [], "stop_reason": None, "stop_sequence": None}
         yield _frame("message_start", message={**self._head, **empty, "usage": self._usage})
         yield _PING
 
     def opened(self, block: Block) -> Iterator[Frame]:
         """An empty block."""
-        first, empty = block.first, {"type": "text", "text": ""}
+        first = block.first
+        empty: Object = {"type": "text", "text": ""}
         if isinstance(first, Reasoning):
             empty = {"type": "thinking", "thinking": "", "signature": ""}
         elif isinstance(first, ToolCall):

@@ -107,8 +107,17 @@ def of_chat(
     thinking = calling.thinking
     reading = calling.reading(served, bool(thinking and text.rstrip().endswith(thinking.open)))
     guide = calling.guide(reading, _constraint(asked))
-    more = {"ignored": ignored, "words": words or {}}
-    return Asked([found], samples, asked, served, adapter, reading, guide, **more)
+    return Asked(
+        [found],
+        samples,
+        asked,
+        served,
+        adapter,
+        reading,
+        guide,
+        ignored=ignored,
+        words=words or {},
+    )
 
 
 def count(asked: ChatRequest, served: Served) -> int:
