@@ -12,6 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 import accel
+from accel.runtime.serve.reply.family import families
 
 from . import serve_case, serve_tools_case
 from .serve_tools_case import TOOLS, WEATHER
@@ -277,7 +278,7 @@ BAD = [  # fields that are changed, the field that the error names, and words of
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
     ({"functions": [{}]}, "functions", "not supported"),
     ({"model": "plain"}, "tools", "knows no tools"),
-    ({"model": "unknown"}, "tools", "is not known (known: harmony, hermes, "),
+    ({"model": "unknown"}, "tools", f"is not known (known: {', '.join(families())})"),
     (history(arguments="{a"), "messages", "messages[1].tool_calls[0].function.arguments is no JSON"),
     (history(arguments="[]"), "messages", "is no JSON object"),
     (history(name=None), "messages", "messages[1].tool_calls[0] is no call"),
