@@ -23,6 +23,7 @@ TOOLS = [
 ]  # fmt: skip
 ASKED = {"model": "hermes", "input": "Weather in Oslo?", "tools": TOOLS}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
+DEEP = '{"a":' * 900 + "1" + "}" * 900
 ANY = {"id", "created_at", "completed_at", "call_id"}  # of an object, what no two have in common
 EVENTS = TypeAdapter(ResponseStreamEvent)
 
@@ -149,6 +150,21 @@ def test_what_is_repeated_may_be_no_text(served, client):
         answer = http.post("/v1/responses", content=body)
     assert answer.status_code == 200 and "é".encode() in answer.content
     assert json.loads(answer.content)["metadata"] == {"é": "\ud800"}
+
+
+def test_what_is_not_known_is_not_repeated(served, client):
+    """It may be nested more deeply than JSON is written."""
+    deep = json.loads(DEEP)
+    space = {"type": "namespace", "name": "n", "tools": [{**TOOLS[1], "x": deep}], "x": deep}
+    choice = {"type": "function", "name": "weather", "x": deep}
+    tools = [{**TOOLS[0], "x": deep}, space]
+    body = {**ASKED, "tools": tools, "tool_choice": choice, "max_output_tokens": 2}
+    with httpx.Client(base_url=served.url, timeout=60) as http:
+        answer = http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    Response.model_validate_json(answer.content, strict=True)
+    assert [one["name"] for one in answer.json()["tools"]] == ["weather", "n"]
+    assert "x" not in answer.json()["tool_choice"]
 
 
 def test_the_clients_stream(client, say):
@@ -335,7 +351,6 @@ def items(*more):
 CALLED = {"type": "function_call", "call_id": "a", "name": "now", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "7"}
 IMAGE = {"type": "input_image", "image_url": "x"}
-DEEP = '{"a":' * 900 + "1" + "}" * 900
 BAD = [  # fields that are changed, the field that the error names, and words of it
     ({"input": None}, "input", "input"),
     ({"input": []}, "input", "input is empty"),

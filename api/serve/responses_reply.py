@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from accel.runtime.serve.engine import Ticket
 from accel.runtime.serve.reply.parts import Reasoning, ToolCall
@@ -180,6 +180,9 @@ def _part(block: Block) -> Object:
 def _head(sent: ResponsesRequest, found: Asked, offered: Offered) -> Object:
     """What a response says of its request."""
     text, reasoning = sent.text, sent.reasoning
+    choice = sent.tool_choice
+    if isinstance(choice, Mapping):  # no more of it than was looked at
+        choice = {key: choice[key] for key in ("type", "name", "namespace") if key in choice}
     form = text.format.model_dump(by_alias=True) if text and text.format else {"type": "text"}
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -200,7 +203,7 @@ def _head(sent: ResponsesRequest, found: Asked, offered: Offered) -> Object:
         "store": False,
         "temperature": TEMPERATURE if sent.temperature is None else sent.temperature,
         "text": {"format": form},
-        "tool_choice": sent.tool_choice or "auto",
+        "tool_choice": choice or "auto",
         "tools": offered.shown,
         "top_p": 1.0 if sent.top_p is None else sent.top_p,
         "truncation": sent.truncation or "disabled",

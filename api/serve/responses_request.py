@@ -29,6 +29,7 @@ _WORDS = {  # of chats -> of this API
 }
 _STATELESS = ("previous_response_id", "conversation", "background", "prompt")
 _TEXTS = ("input_text", "output_text", "text")
+_KEYS = ("description", "parameters", "strict")  # of a function, beside its name
 _JOIN = "__"  # between the name of a namespace and that of its function
 
 
@@ -149,7 +150,7 @@ class Offered:
 
     functions: dict[str, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
     places: list[str] = field(default_factory=list)
-    shown: list[Mapping[str, Any]] = field(default_factory=list)
+    shown: list[dict[str, Any]] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
     @classmethod
@@ -167,7 +168,8 @@ class Offered:
             raise ApiError(400, told, param="tools")
         if kind == "namespace" and not namespace:
             space = member(tool, "name", str, place, "tools", needed=True)
-            self.shown.append(tool)
+            about = member(tool, "description", str, place, "tools")
+            self.shown.append({"type": kind, "name": space, "description": about, "tools": []})
             for j, one in enumerate(member(tool, "tools", list, place, "tools")):
                 self._add(one, f"{place}.tools[{j}]", space)
         elif kind == "function":
@@ -176,17 +178,16 @@ class Offered:
                 raise ApiError(400, f"tools: two are named {known}; rename one", param="tools")
             self.functions[known] = (namespace, tool)
             self.places.append(place)
-            if not namespace:
-                self.shown.append({"parameters": None, "strict": None, **tool})
+            told = {"type": kind, **{key: tool.get(key) for key in ("name", *_KEYS)}}
+            (self.shown[-1]["tools"] if namespace else self.shown).append(told)
         else:
             self.ignored.append(f"{place.replace('[', '.').replace(']', '')}.{kind}")
 
     @property
     def chat(self) -> list[dict[str, Any]]:
         """The functions as chats have them."""
-        keys = ("description", "parameters", "strict")
         return [
-            {"type": "function", "function": {"name": name, **{k: tool[k] for k in keys if k in tool}}}
+            {"type": "function", "function": {"name": name, **{k: tool[k] for k in _KEYS if k in tool}}}
             for name, (_, tool) in self.functions.items()
         ]  # fmt: skip
 

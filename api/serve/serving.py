@@ -83,7 +83,12 @@ class Serving:
             found = read(body.asked, served, adapter)
             body = body.beside(found.ignored, self.limits.strict)
             tickets = found.submit()
-            return body, clock, tickets, kind(body.asked, found, tickets, began)
+            try:
+                return body, clock, tickets, kind(body.asked, found, tickets, began)
+            except BaseException:
+                for ticket in tickets:
+                    ticket.cancel()
+                raise
 
         body, clock, tickets, renderer = await run_in_threadpool(taken)
         made = _Made(Events(tickets), renderer, clock)
