@@ -174,12 +174,12 @@ class Offered:
                 self._add(one, f"{place}.tools[{j}]", space)
         elif kind == "function":
             name = member(tool, "name", str, place, "tools", needed=True)
-            if (known := full_name(namespace, name)) in self.functions:
-                raise ApiError(400, f"tools: two are named {known}; rename one", param="tools")
-            self.functions[known] = (namespace, tool)
+            if (full := full_name(namespace, name)) in self.functions:
+                raise ApiError(400, f"tools: two are named {full}; rename one", param="tools")
+            self.functions[full] = (namespace, tool)
             self.places.append(place)
-            told = {"type": kind, **{key: tool.get(key) for key in ("name", *_KEYS)}}
-            (self.shown[-1]["tools"] if namespace else self.shown).append(told)
+            known = {"type": kind, **{key: tool.get(key) for key in ("name", *_KEYS)}}
+            (self.shown[-1]["tools"] if namespace else self.shown).append(known)
         else:
             self.ignored.append(f"{place.replace('[', '.').replace(']', '')}.{kind}")
 
