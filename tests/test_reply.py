@@ -103,6 +103,14 @@ CALLS = {  # two calls as each family writes them
         f'<tool_call>\n{{"name": "weather", "arguments": {A}}}\n</tool_call>\n'
         f'<tool_call>\n{{"name": "note", "arguments": {B}}}\n</tool_call>'
     ),
+    "function_gemma": (
+        "<start_function_call>call:weather{city:<escape>Oslo<escape>,days:3}<end_function_call>"
+        '<start_function_call>call:note{text:<escape>a "}] é<escape>}<end_function_call>'
+    ),
+    "gemma4": (
+        '<|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>'
+        '<|tool_call>call:note{text:<|"|>a "}] é<|"|>}<tool_call|>'
+    ),
     "harmony": (
         f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{A}<|call|>"
         f"<|start|>assistant<|channel|>commentary to=functions.note json<|message|>{B}<|call|>"
@@ -318,6 +326,8 @@ def test_templates_show_their_family():
     tools = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     for name, source in {
         "hermes": "within <tool_call></tool_call> XML tags",
+        "function_gemma": "<start_function_call>call:' + name + '{' + key + ':<escape>'",
+        "gemma4": "{{- '<|tool_call>call:' + name + '{' -}}{{- '<|\"|>' + argument + '<|\"|>' -}}",
         "qwen3_coder": "<tool_call>\n<function=example>\n<parameter=a>",
         "mistral": "[TOOL_CALLS] [",
         "harmony": "<|start|>assistant<|channel|>final<|message|>",
@@ -518,3 +528,59 @@ def test_tags_refuse_what_they_cannot_hold():
                 several=True,
                 answer=None,
             )
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("call:f{}", {}),
+        ("call:f{a:1.5,b:-2,c:true,d:None,e:null}", {"a": 1.5, "b": -2, "c": True, "d": None, "e": None}),
+        ("call:f{a:{b:[1,{c:<escape>x,{]}<escape>}],d:{}},e:[]}", {"a": {"b": [1, {"c": "x,{]}"}], "d": {}}, "e": []}),
+        ("\ncall: f{ a: [<escape>x<escape>, <escape><escape>], b: yes }", {"a": ["x", ""], "b": "yes"}),
+        ("call:f{<escape>a b<escape>:<escape><end_function_call><escape>}", {"a b": "<end_function_call>"}),
+    ],
+)  # fmt: skip
+def test_values_with_bare_keys(text, wanted):
+    """With their marks as text; a text may hold the block's end."""
+    tokenizer = byte_level([])
+    reading = Reading(tokenizer, families()["function_gemma"], None, TOOLS)
+    whole = f"<start_function_call>{text}<end_function_call> after"
+    _, said, calls, _ = told(read(tokenizer, reading, tokenizer.encode(whole)))
+    assert (said, parsed(calls)) == ("after", [("f", wanted)])
+
+
+def test_schemas_with_bare_keys():
+    """What the grammar lets come is read as what the schema says; what it cannot hold is refused by name."""
+    tokenizer, rng = byte_level(marks_of("gemma4")), random.Random(5)
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": ["integer", "null"], "minimum": 0, "maximum": 9},
+            "b": {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 1, "maxItems": 2},
+            "c": {"type": "object", "properties": {"d": {"anyOf": [{"const": "z"}, {"type": "boolean"}]}}},
+        },
+        "required": ["b"],
+    }  # fmt: skip
+    reading = Reading(tokenizer, families()["gemma4"], None, [Tool("f", schema)])
+    grammar = grammar_of(reading, required=True, several=False, answer=None).grammar
+    seen = set()
+    for _ in range(30):
+        ids = walk(tokenizer, grammar, rng, 400)
+        ((name, found),) = parsed(told(read(tokenizer, reading, ids))[2])
+        assert name == "f" and 1 <= len(found["b"]) <= 2 and {*found["b"]} <= {"x", "y"}
+        assert found.get("a") is None or found["a"] in range(10)
+        assert found.get("c", {}).get("d", "z") in ("z", True, False)
+        seen |= {*found}
+    assert seen == {"a", "b", "c"}
+    for wrong, words in (
+        ({"type": "string", "pattern": "a"}, "'pattern' of a text"),
+        ({}, "a schema of type None"),
+        ({"type": "array"}, "a schema of type 'array'"),
+        ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "'uniqueItems' of a list"),
+        ({"const": [1]}, "an object or a list"),
+        (True, "without a type"),
+    ):  # fmt: skip
+        tool = Tool("f", {"type": "object", "properties": {"a": wrong}})
+        reading = Reading(tokenizer, families()["gemma4"], None, [tool])
+        with pytest.raises(InputError, match=words):
+            grammar_of(reading, required=True, several=True, answer=None)

@@ -35,6 +35,7 @@ from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
 from accel.serve.limits import Access
 from accel.serve.metrics import Metrics
+from accel.serve.renderer import Frame
 from accel.serve.replies import ChatReply, CompletionReply, Score, usage
 from accel.serve.server import bound
 from accel.serve.stream import EventStream
@@ -490,7 +491,7 @@ def test_a_reader_that_stops_reading():
 
     async def chunks():
         for i in range(100):
-            yield {"i": i}
+            yield Frame({"i": i})
 
     async def stuck(message):
         sent.append(message)
@@ -501,13 +502,41 @@ def test_a_reader_that_stops_reading():
         await asyncio.Event().wait()
 
     async def go():
-        stream = EventStream(chunks(), 0.2, lambda: ended.append(1))
+        teller = SimpleNamespace(failed=lambda error: [Frame(error.body)])
+        stream = EventStream(chunks(), teller, 0.2, lambda: ended.append(1))
         await asyncio.wait_for(stream({"type": "http"}, there, stuck), 10)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("accel.serve.stream.LAST_WORDS", 0.2)
         asyncio.run(go())
     assert ended == [1] and b'"code": "timeout"' in sent[-1]["body"]
+
+
+def test_a_silent_stream_tells_that_it_goes_on():
+    """Nothing comes before the first token of a long prompt: who is between would close the connection."""
+    sent = []
+
+    async def chunks():
+        await asyncio.sleep(0.05)
+        yield Frame({"i": 1})
+        await asyncio.sleep(0.25)
+        yield Frame("[DONE]")
+
+    async def there():
+        await asyncio.Event().wait()
+
+    async def take(message):
+        sent.append(message.get("body"))
+
+    async def go():
+        stream = EventStream(chunks(), SimpleNamespace(beat=b":\n\n"), 10, lambda: None)
+        await stream({"type": "http"}, there, take)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accel.serve.stream.SILENCE", 0.1)
+        asyncio.run(go())
+    assert sent[:2] == [None, b'data: {"i": 1}\n\n'] and {*sent[2:-2]} == {b":\n\n"}
+    assert sent[-2:] == [b"data: [DONE]\n\n", b""]
 
 
 def test_limits_of_time_and_the_key(artifact):

@@ -134,6 +134,7 @@ def test_a_key_is_taken_in_both_headers_and_no_host_is_asked_for(artifact):
 def test_other_pages_read_nothing_unless_they_may(server, artifact):
     def asks(url, origin):
         asked = {"origin": origin, "access-control-request-method": "POST"}
+        asked["access-control-request-headers"] = "anthropic-version,x-api-key,x-stainless-lang"
         before = httpx.options(f"{url}/v1/completions", headers=asked)
         told = httpx.get(f"{url}/health", headers={"origin": origin}).headers
         return before.status_code, told.get("access-control-allow-origin")

@@ -2,91 +2,29 @@
 reasoning and text, whole and streamed, and each mistake is an error of OpenAI's.
 """
 
-import dataclasses
 import json
-from contextlib import ExitStack
+from functools import partial
 
+import anthropic
 import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
 import accel
-from accel.runtime.serve.engine import Engine
-from accel.serve.models import Served
+from accel.runtime.serve.reply.family import families
 
-from . import serve_case
+from . import serve_case, serve_tools_case
+from .serve_tools_case import TOOLS, WEATHER
 
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]")
-HERMES = """{%- for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{% endfor %}assistant:{{ opening or '' }}{{ reasoning_effort or '' }}{{ enable_thinking | default('') }}
-{#- </think> #}"""
-MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ messages[-1].content }}
-{# [TOOL_CALLS] #}"""
-HARMONY = "{{ messages[-1].content }}{# <|start|><|channel|><|message|> #}"
-NO_TOOLS = "{{ 'the word tools' }} tools {{ messages[-1].content }}"
-UNKNOWN = "{{ tools }}{{ messages[-1].content }}"
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}  # fmt: skip
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "description": "Weather.", "parameters": WEATHER},
-    },
-    {"type": "function", "function": {"name": "now"}},
-]
 NO_THOUGHTS = {"4093": -100}  # <think>
 TALK = [{"role": "user", "content": "Weather in Oslo?"}]
 ASKED = {"model": "hermes", "messages": TALK, "tools": TOOLS, "temperature": 1.0, "seed": 1}
 
 
-class Scripted:
-    """An engine whose replies are these tokens, then the model's end token."""
-
-    def __init__(self, engine):
-        self.engine, self.script = engine, []
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def submit(self, request):
-        self.prompt = request.prompt
-        if self.script:
-
-            def follow(ids, logits):
-                at = len(ids) - len(request.prompt)
-                logits[:] = -1e9
-                logits[self.script[at] if at < len(self.script) else 1] = 0
-                return logits
-
-            params = dataclasses.replace(request.params, logits_processors=[follow])
-            request = dataclasses.replace(request, params=params)
-        return self.engine.submit(request)
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """One model under several names, each with a chat template of its own."""
-    folder = tmp_path_factory.mktemp("tools")
-    artifact = serve_case.build(folder, template=HERMES, marks=MARKS, max_context=1024, max_batch=2)
-    with ExitStack() as stack:
-        model = stack.enter_context(accel.load(artifact, threads=1))
-        engine = Engine(model, max_waiting=8)
-        stack.callback(engine.close, drain=False)
-        scripted = Scripted(engine)
-        templates = {"hermes": None, "mistral": MISTRAL, "plain": NO_TOOLS, "unknown": UNKNOWN}
-        templates["harmony"] = HARMONY
-        found = [Served(name, model, scripted, text) for name, text in templates.items()]
-        running = stack.enter_context(serve_case.listening(found))
-        running.engine = scripted
+    with serve_tools_case.serving(tmp_path_factory.mktemp("tools")) as running:
         yield running
 
 
@@ -100,21 +38,7 @@ def client(served):
 
 @pytest.fixture
 def say(served, client):
-    """say(text, …): the next replies are it; a text within is in its own tokens, one in a list spelt in others."""
-
-    def script(*parts):
-        tokenizer = served.models[0].tokenizer
-        served.engine.script = [
-            token
-            for part in parts
-            for token in (
-                tokenizer.encode(part, special=False)
-                if isinstance(part, str)
-                else [i for letter in part[0] for i in tokenizer.encode(letter, special=False)]
-            )
-        ]
-
-    return script
+    return partial(serve_tools_case.script, served)
 
 
 def both(client, **asked):
@@ -354,7 +278,7 @@ BAD = [  # fields that are changed, the field that the error names, and words of
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
     ({"functions": [{}]}, "functions", "not supported"),
     ({"model": "plain"}, "tools", "knows no tools"),
-    ({"model": "unknown"}, "tools", "is not known (known: harmony, hermes, "),
+    ({"model": "unknown"}, "tools", f"is not known (known: {', '.join(families())})"),
     (history(arguments="{a"), "messages", "messages[1].tool_calls[0].function.arguments is no JSON"),
     (history(arguments="[]"), "messages", "is no JSON object"),
     (history(name=None), "messages", "messages[1].tool_calls[0] is no call"),
@@ -392,36 +316,93 @@ def test_messages_of_clients_are_taken(client):
     assert client.chat.completions.create(**ASKED | {"messages": none}, max_tokens=2).choices
 
 
-@pytest.mark.long
-def test_a_real_model_in_two_turns(real_model, tmp_path):
-    """Qwen2.5-Coder calls a tool because it must, and answers with what the tool said."""
-    model = real_model("qwen-coder-0.5b")
+QUESTIONS = (
+    ("Oslo", 2, "What will the weather be in Oslo in 2 days?"),
+    ("Rome", 5, "And in Rome in 5 days?"),
+)
+LAST = "Say in one sentence what the weather will be."
+CITIES = {**WEATHER, "properties": {**WEATHER["properties"], "city": {"type": "string"}}}
+CITY_WEATHER = {"name": "weather", "description": "The weather of a city."}
+
+
+@pytest.fixture(scope="module")
+def qwen(real_model, tmp_path_factory):
+    """A server of Qwen2.5-Coder-0.5B."""
+    model, folder = real_model("qwen-coder-0.5b"), tmp_path_factory.mktemp("real")
     options = {"max_context": 1024, "max_batch": 1, "verify": False}
-    accel.optimize(model, "base", out=tmp_path / "qwen", **options).close()
-    weather = {**WEATHER, "properties": {**WEATHER["properties"], "city": {"type": "string"}}}
-    function = {"name": "weather", "description": "The weather of a city.", "parameters": weather}
-    tools = [{"type": "function", "function": function}, TOOLS[1]]
-    talk = [{"role": "user", "content": "What will the weather be in Oslo in 2 days?"}]
+    accel.optimize(model, "base", out=folder / "qwen", **options).close()
+    with serve_case.running([folder / "qwen"]) as running:
+        yield running
+
+
+@pytest.mark.long
+def test_a_real_model_in_two_turns(qwen):
+    """Qwen2.5-Coder calls a tool because it must, and answers with what the tool said."""
+    tools = [{"type": "function", "function": {**CITY_WEATHER, "parameters": CITIES}}, TOOLS[1]]
     asked = {"tools": tools, "temperature": 0, "max_tokens": 80, "model": "qwen"}
-    with (
-        serve_case.running([tmp_path / "qwen"]) as served,
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client,
-    ):
-        must = {"tool_choice": "required", "parallel_tool_calls": False}
-        for city, days, question in (
-            ("Oslo", 2, talk[0]["content"]),
-            ("Rome", 5, "And in Rome in 5 days?"),
-        ):
-            talk += [{"role": "user", "content": question}] if len(talk) > 1 else []
+    must = {"tool_choice": "required", "parallel_tool_calls": False}
+    talk = []
+    with openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="any", max_retries=0) as client:
+        for city, days, question in QUESTIONS:
+            talk += [{"role": "user", "content": question}]
             called, reason = both(client, messages=talk, **asked, **must)
             wanted = ("weather", {"city": city, "days": days})
             assert (reason, calls(called)) == ("tool_calls", [wanted])
-            answer = {
-                "role": "tool",
-                "tool_call_id": called.tool_calls[0].id,
-                "content": "Hail, 7 °C.",
-            }
-            talk += [called.model_dump(), answer]
-        talk += [{"role": "user", "content": "Say in one sentence what the weather will be."}]
+            result = {"tool_call_id": called.tool_calls[0].id, "content": "Hail, 7 °C."}
+            talk += [called.model_dump(), {"role": "tool", **result}]
+        talk += [{"role": "user", "content": LAST}]
         said, reason = both(client, messages=talk, **asked, tool_choice="none")
         assert reason == "stop" and "7" in said.content
+
+
+@pytest.mark.long
+def test_a_real_model_in_anthropics_messages(qwen):
+    """The same conversation, streamed."""
+    tools = [
+        {**CITY_WEATHER, "input_schema": CITIES},
+        {"name": "now", "input_schema": {"type": "object"}},
+    ]
+    asked = {"tools": tools, "max_tokens": 80, "model": "qwen", "extra_body": {"temperature": 0}}
+    must, talk = {"type": "any", "disable_parallel_tool_use": True}, []
+    with anthropic.Anthropic(base_url=qwen.url, api_key="any", max_retries=0) as client:
+        for city, days, question in QUESTIONS:
+            talk += [{"role": "user", "content": question}]
+            with client.messages.stream(**asked, messages=talk, tool_choice=must) as stream:
+                message = stream.get_final_message()
+            (call,) = message.content
+            assert (call.name, call.input) == ("weather", {"city": city, "days": days})
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "Hail, 7 °C."}
+            talk += [{"role": "assistant", "content": message.content}]
+            talk += [{"role": "user", "content": [result]}]
+        talk[-1]["content"].append({"type": "text", "text": LAST})
+        said = client.messages.create(**asked, messages=talk, tool_choice={"type": "none"})
+        assert said.stop_reason == "end_turn" and "7" in said.content[0].text
+
+
+@pytest.mark.long
+def test_a_real_model_in_openais_responses(qwen):
+    """The same conversation, streamed."""
+    tools = [
+        {"type": "function", **CITY_WEATHER, "parameters": CITIES},
+        {"type": "function", "name": "now"},
+    ]
+    asked = {"tools": tools, "temperature": 0, "max_output_tokens": 80, "model": "qwen"}
+    must, talk = {"tool_choice": "required", "parallel_tool_calls": False}, []
+    with openai.OpenAI(base_url=f"{qwen.url}/v1", api_key="any", max_retries=0) as client:
+        for city, days, question in QUESTIONS:
+            talk += [{"role": "user", "content": question}]
+            with client.responses.stream(**asked, input=talk, **must) as stream:
+                (call,) = stream.get_final_response().output
+            assert (call.name, json.loads(call.arguments)) == (
+                "weather",
+                {"city": city, "days": days},
+            )
+            output = {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": "Hail, 7 °C.",
+            }
+            talk += [call.model_dump(exclude={"parsed_arguments"}, exclude_none=True), output]
+        talk += [{"role": "user", "content": LAST}]
+        said = client.responses.create(**asked, input=talk, tool_choice="none")
+        assert said.status == "completed" and "7" in said.output_text

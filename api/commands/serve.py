@@ -111,11 +111,12 @@ def serve(
     chat_template: options.ChatTemplate = None,
     loading: options.Loading,
 ) -> None:
-    """Serve artifacts to OpenAI clients, with a page at / that compares them.
+    """Serve artifacts to clients of OpenAI and Anthropic, with a page at / that compares them.
 
-    GET /v1/models, POST /v1/completions and /v1/chat/completions (whole, or streamed as server-sent
-    events), GET /health, GET /metrics (Prometheus). Ctrl-C or SIGTERM ends it: no new requests, and those
-    taken end within --drain seconds. Needs the extra `serve`.
+    GET /v1/models, POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages (whole, or
+    streamed as server-sent events), POST /v1/messages/count_tokens, GET /health, GET /metrics
+    (Prometheus). Ctrl-C or SIGTERM ends it: no new requests, and those taken end within --drain seconds.
+    Needs the extra `serve`.
     """
     with extra("serve"):
         import prometheus_client as _  # noqa: F401  (the rest of the extra comes by the next two)

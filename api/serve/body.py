@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Parsed(Generic[T]):
-    """A request, and the fields of its body that nothing knows."""
+    """A request, and what of its body nothing comes of: fields that nothing knows, say."""
 
     asked: T
     unknown: Sequence[str]
@@ -37,6 +37,15 @@ class Parsed(Generic[T]):
             return {}
         named = [re.sub(r"[^\w.-]", "?", name[:_LONGEST], flags=re.ASCII) for name in self.unknown]
         return {IGNORED: ", ".join(named)}
+
+    def beside(self, ignored: Sequence[str], strict: bool) -> Parsed[T]:
+        """More of it, in a reader's words. Raises ApiError where `strict`."""
+        if strict and ignored:
+            told = f"{shown(ignored[0])} is not supported; leave it out, or serve without --strict"
+            raise ApiError(
+                400, told, param=ignored[0].partition(".")[0], code="unsupported_parameter"
+            )
+        return replace(self, unknown=[*self.unknown, *ignored][:_MOST_NAMED])
 
 
 def parsed(

@@ -41,7 +41,7 @@ class Connection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            answer = error.response
+            answer = error.response()
             headers = [*answer.raw_headers, (b"connection", b"close")]
             for event in (
                 h11.Response(status_code=error.status, headers=headers),

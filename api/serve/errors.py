@@ -1,10 +1,13 @@
-"""Errors of the API, as OpenAI's JSON object: {"error": {"message", "type", "param", "code"}}."""
+"""Errors of the API: OpenAI's JSON object, {"error": {"message", "type", "param", "code"}}, and on Anthropic's path its
+own, {"type": "error", "error": {"type", "message"}}.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import Request
@@ -16,6 +19,16 @@ from accel.runtime.serve.engine import Full
 
 RETRY_SECONDS = 1  # what a client is told to wait where the queue is full
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC = "/v1/messages"  # the path of its API, and of what is under it
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _LONGEST = 2000  # characters of a message: it may name what was given
 
 
@@ -39,9 +52,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        message = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
         error = {
-            "message": message,
+            "message": self._told,
             "type": _TYPES.get(self.status, kind),
             "param": self.param,
             "code": self.code,
@@ -49,12 +61,39 @@ class ApiError(Exception):
         return {"error": error}
 
     @property
-    def response(self) -> Response:
-        """It as the answer to a request."""
+    def anthropic(self) -> dict[str, Any]:
+        """Anthropic's. It has no code: clients know a prompt that is too long by the first words."""
+        kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        long = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        error = {"type": _ANTHROPIC_TYPES.get(self.status, kind), "message": long + self._told}
+        return {"type": "error", "error": error}
+
+    @property
+    def _told(self) -> str:
+        return self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
+
+    def in_words(self, words: Mapping[str, str]) -> ApiError:
+        """It with another API's names: of a field or of an entry of it ("tools[0]"), as `param` and at the beginning of
+        the message; of parts of a field (".part") and values ('"value"') anywhere in it.
+        """
+        message = self.message
+        first = re.match(r"(\w+)(\[\d+\])?", message)
+        for own in (first[0], first[1]) if first else ():
+            if own in words:
+                message = words[own] + message.removeprefix(own)
+                break
+        for own, theirs in words.items():
+            if own[0] in '".':
+                message = message.replace(own, theirs)
+        param = None if self.param is None else words.get(self.param, self.param)
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
+    def response(self, path: str = "") -> Response:
+        """It as the answer to a request of a path."""
+        theirs = path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
         # in ASCII: a message may quote a lone surrogate, which UTF-8 lacks
-        return Response(
-            json.dumps(self.body), self.status, self.headers, media_type="application/json"
-        )
+        body = json.dumps(self.anthropic if theirs else self.body)
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def unsupported(name: str) -> ApiError:
@@ -80,16 +119,25 @@ def of_exception(error: BaseException, fields: Collection[str] = ()) -> ApiError
     return ApiError(500, "the server failed; its log says more")
 
 
-async def on_exception(_: Request, error: Exception) -> Response:
+@contextmanager
+def in_words(words: Mapping[str, str]) -> Iterator[None]:
+    """Errors of a request that stands for one of another API, in that one's words."""
+    try:
+        yield
+    except (ApiError, AccelError) as error:
+        raise of_exception(error, words).in_words(words) from error
+
+
+async def on_exception(request: Request, error: Exception) -> Response:
     """Of any kind that has no handler of its own."""
-    return of_exception(error).response
+    return of_exception(error).response(request.url.path)
 
 
-async def on_http_exception(_: Request, error: Exception) -> Response:
+async def on_http_exception(request: Request, error: Exception) -> Response:
     """Of the framework: an unknown path or method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         message = "there is nothing at this path; the API is under /v1 (GET /v1/models)"
     else:
         message = str(error.detail)
-    return ApiError(error.status_code, message, headers=error.headers).response
+    return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)

@@ -49,7 +49,7 @@ class HeadGate:
             try:
                 _check_head(scope)
             except ApiError as error:
-                return await error.response(scope, receive, send)
+                return await error.response(scope["path"])(scope, receive, send)
         await self._app(scope, receive, send)
 
 
@@ -71,7 +71,7 @@ class HostGate:
                     "with --allowed-host NAME",
                     code="host_not_allowed",
                 )
-                return await error.response(scope, receive, send)
+                return await error.response(scope["path"])(scope, receive, send)
         await self._app(scope, receive, send)
 
     def _allows(self, host: str) -> bool:
@@ -106,7 +106,7 @@ class KeyGate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-                return await error.response(scope, receive, send)
+                return await error.response(scope["path"])(scope, receive, send)
         await self._app(scope, receive, send)
 
 
@@ -130,9 +130,9 @@ class BodyGate:
             late = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s")
             late.headers["Connection"] = "close"
             error = CANCELLED if self._live.ended else late
-            return await error.response(scope, receive, send)
+            return await error.response(scope["path"])(scope, receive, send)
         except ApiError as error:
-            return await error.response(scope, receive, send)
+            return await error.response(scope["path"])(scope, receive, send)
         if body is None:
             return
         first = [body]

@@ -67,9 +67,9 @@ def of_chat(
     served: Served,
     tools: Sequence[Mapping[str, Any]] | None = None,
     go_on: bool = False,
-) -> tuple[Ints, str]:
-    """The prompt [n] that the template makes of messages, and its text; `go_on`: it ends in the last one, which is the
-    assistant's. Raises ApiError, AccelError.
+) -> str:
+    """The prompt that the template makes of messages; `go_on`: it ends in the last one, which is the assistant's.
+    Raises ApiError, AccelError.
     """
     if wrong := sorted((_TAKEN - _VARIABLES) & {*(variables or {})}):
         raise ApiError(
@@ -86,12 +86,26 @@ def of_chat(
         given = {**(variables or {}), "chat_template": served.chat_template, "tools": tools}
         text = tokenizer.apply_chat_template(plain, tokenize=False, **given)
         text = _up_to_mark(text) if go_on else text
-        _check_length(text, served, "messages")
-        ids = tokenizer.encode(text, special=False)
     except InputError as error:
         raise ApiError(400, str(error), param="messages") from None
-    (found,) = _checked(ids, served, "messages")
-    return found, text
+    _check_length(text, served, "messages")
+    return text
+
+
+def encoded(text: str, served: Served) -> Sequence[int]:
+    """The tokens of a chat's prompt. Raises ApiError."""
+    tokenizer = served.model.tokenizer
+    assert tokenizer is not None, "the command refuses models without"
+    try:
+        return tokenizer.encode(text, special=False)
+    except InputError as error:
+        raise ApiError(400, str(error), param="messages") from None
+
+
+def fitting(tokens: Sequence[int], served: Served) -> Ints:
+    """The prompt [n] of a chat, which has to fit into the context. Raises ApiError."""
+    (found,) = _checked(tokens, served, "messages")
+    return found
 
 
 def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

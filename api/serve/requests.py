@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel.ir.errors import InputError, shown
@@ -39,6 +39,8 @@ class Asked:
     reading: Reading
     guide: StructuredOutputsParams | None
     echoes: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def submit(self) -> list[Ticket]:
         """Give all choices to the engine, or none. Raises Full, ApiError, AccelError."""
@@ -61,7 +63,7 @@ class Asked:
             if isinstance(error, InputError) and _full_context(self.prompts, self.served):
                 raise ApiError(400, str(error), code="context_length_exceeded") from None
             if isinstance(error, InputError):
-                raise _in_their_words(error, self.asked) from None
+                raise _in_their_words(error, self.asked).in_words(self.words) from None
             raise
         return tickets
 
@@ -84,8 +86,15 @@ def of_completion(asked: CompletionRequest, served: Served, adapter: str | None)
     return Asked(found, samples, asked, served, adapter, reading, _constraint(asked), echoes)
 
 
-def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
-    """Raises ApiError, AccelError."""
+def of_chat(
+    asked: ChatRequest,
+    served: Served,
+    adapter: str | None,
+    *,
+    words: Mapping[str, str] | None = None,
+    ignored: Sequence[str] = (),
+) -> Asked:
+    """`words`, `ignored`: as of `Asked`. Raises ApiError, AccelError."""
     if asked.functions:
         raise unsupported("functions")
     if asked.top_logprobs is not None and not asked.logprobs:
@@ -93,6 +102,31 @@ def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
     samples = _samples(asked, served)
     _check_texts(samples, served)
     calling = tools.calling(asked, served)
+    text = _text(asked, served, calling)
+    found = prompts.fitting(prompts.encoded(text, served), served)
+    thinking = calling.thinking
+    reading = calling.reading(served, bool(thinking and text.rstrip().endswith(thinking.open)))
+    guide = calling.guide(reading, _constraint(asked))
+    return Asked(
+        [found],
+        samples,
+        asked,
+        served,
+        adapter,
+        reading,
+        guide,
+        ignored=ignored,
+        words=words or {},
+    )
+
+
+def count(asked: ChatRequest, served: Served) -> int:
+    """Tokens of a chat's prompt, which may be longer than the context. Raises ApiError, AccelError."""
+    return len(prompts.encoded(_text(asked, served, tools.calling(asked, served)), served))
+
+
+def _text(asked: ChatRequest, served: Served, calling: tools.Calling) -> str:
+    """The text of a chat's prompt. Raises ApiError, AccelError."""
     effort: dict[str, Any] = {}
     if asked.reasoning_effort is not None:
         effort["reasoning_effort"] = asked.reasoning_effort
@@ -100,11 +134,7 @@ def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
         effort["enable_thinking"] = False
     variables = {**effort, **(prompts.variables(asked) or {})}
     go_on = bool(asked.continue_final_message)
-    found, text = prompts.of_chat(asked.messages, variables, served, calling.shown, go_on)
-    thinking = calling.thinking
-    reading = calling.reading(served, bool(thinking and text.rstrip().endswith(thinking.open)))
-    guide = calling.guide(reading, _constraint(asked))
-    return Asked([found], samples, asked, served, adapter, reading, guide)
+    return prompts.of_chat(asked.messages, variables, served, calling.shown, go_on)
 
 
 def top(asked: Generation) -> int | None:

@@ -57,29 +57,35 @@ class StructuredOutputs(Schema):
     disable_any_whitespace: bool | None = None
 
 
-class Generation(Schema):
-    """The options of both kinds of request; None: not given. Those after `response_format` are vLLM's, `grammar` and
-    `json_schema` llama.cpp's.
-    """
+class ForReply(Schema):
+    """What every request for texts has; None: not given. Those after `top_p` are vLLM's."""
 
     model: str | None = None  # the one that is served
-    max_tokens: int | None = None
+    stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop_token_ids: Listed[int] | None = None
+    ignore_eos: bool | None = None
+    service_tier: Unused = None
+
+
+class Generation(ForReply):
+    """The options of both kinds of OpenAI's older requests; None: not given. Those after `response_format` are vLLM's,
+    `grammar` and `json_schema` llama.cpp's.
+    """
+
+    max_tokens: int | None = None
     n: int | None = None
     stop: str | Listed[str] | None = None
-    seed: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: Listed[int] | None = None
-    ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None
@@ -98,7 +104,6 @@ class Generation(Schema):
     user: Unused = None
     metadata: Unused = None
     store: Unused = None
-    service_tier: Unused = None
     safety_identifier: Unused = None
     prompt_cache_key: Unused = None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -14,20 +15,26 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from accel.runtime.serve.engine import Ticket
-from accel.runtime.serve.reply.machine import Machine
-from accel.serve import requests
 from accel.serve.body import Parsed, parsed
 from accel.serve.events import Events, Live
-from accel.serve.extras import Extras
 from accel.serve.limits import Limits
 from accel.serve.metrics import Clock, Metrics
 from accel.serve.models import Models
-from accel.serve.replies import Choice, Reply
+from accel.serve.renderer import Frame, Renderer
 from accel.serve.requests import Asked
-from accel.serve.schemas import Generation, Schema
+from accel.serve.schemas import ForReply, Schema
 from accel.serve.stream import EventStream, Gone, too_long, while_there
 
 S = TypeVar("S", bound=Schema)
+
+
+class Whole(JSONResponse):
+    """An answer at once. It may repeat a lone surrogate of the request, which UTF-8 lacks and JSON escapes."""
+
+    def render(self, content: Any) -> bytes:
+        """JSON, in UTF-8."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True)
@@ -54,87 +61,77 @@ class Serving:
             return answer(body.asked), body.headers
 
         whole, headers = await run_in_threadpool(taken)
-        return JSONResponse(whole, headers=headers)
+        return Whole(whole, headers=headers)
 
     async def generated(
         self,
         request: Request,
-        schema: type[Generation],
+        schema: type[ForReply],
         read: Callable[..., Asked],
-        kind: type[Reply],
+        kind: Callable[[Any, Asked, Sequence[Ticket], float], Renderer],
     ) -> Response:
-        """Texts, whole or streamed; `read`: the request's options -> what is asked of an engine. Raises ApiError."""
+        """Texts, whole or streamed. `read`: the client's request, a model and an adapter -> what is asked of an engine;
+        `kind`: how it is answered, of the client's request, that, the tickets, and when it came. Raises ApiError.
+        """
         began = time.perf_counter()
         sent, media_type = await request.body(), request.headers.get("content-type", "")
 
-        def taken() -> tuple[Parsed[Any], Clock, Asked, list[Ticket]]:  # what grows with the body
+        def taken() -> tuple[Parsed[Any], Clock, list[Ticket], Renderer]:  # grows with the body
             body = self.parsed(sent, media_type, schema)
             served, adapter = self.models.find(body.asked.model)
             clock = self.metrics.clock(served.name)
             found = read(body.asked, served, adapter)
-            return body, clock, found, found.submit()
+            body = body.beside(found.ignored, self.limits.strict)
+            tickets = found.submit()
+            try:
+                return body, clock, tickets, kind(body.asked, found, tickets, began)
+            except BaseException:
+                for ticket in tickets:
+                    ticket.cancel()
+                raise
 
-        body, clock, found, tickets = await run_in_threadpool(taken)
-        asked, served = body.asked, found.served
-        assert served.model.tokenizer is not None, "the command refuses models without"
-        wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-        reply = kind(
-            asked.model or served.name,
-            served.model.tokenizer,
-            top=requests.top(asked),
-            usage=wants_usage,
-        )
-        choices = [Choice(Machine(found.reading)) for _ in tickets]
-        extras = Extras(found, tickets, began)
-        made = _Made(Events(tickets), tickets, choices, len(found.prompts), reply, clock, extras)
+        body, clock, tickets, renderer = await run_in_threadpool(taken)
+        made = _Made(Events(tickets), renderer, clock)
         self.live.add(made.events)
-        if asked.stream:
-            chunks, on_end = made.chunks(wants_usage), partial(self.live.remove, made.events)
-            return EventStream(chunks, self.limits.seconds, on_end, body.headers)
+        on_end = partial(self.live.remove, made.events)
+        if body.asked.stream:
+            return EventStream(made.frames(), renderer, self.limits.seconds, on_end, body.headers)
         try:
             async with asyncio.timeout(self.limits.seconds):
-                whole = await while_there(made.whole(), request.receive)
-                return JSONResponse(whole, headers=body.headers)
+                await while_there(made.ended(), request.receive)
+            return await run_in_threadpool(lambda: Whole(renderer.whole(), headers=body.headers))
         except TimeoutError:
             raise too_long(self.limits.seconds) from None
         except Gone:
             return Response(status_code=499)  # nobody reads it
         finally:
-            self.live.remove(made.events)
+            on_end()
 
 
 @dataclass(frozen=True)
 class _Made:
-    """The replies to a request, whole or as they come."""
+    """The answer to a request, whole or as it comes."""
 
     events: Events
-    tickets: list[Ticket]
-    choices: list[Choice]
-    prompts: int
-    reply: Reply
+    renderer: Renderer
     clock: Clock
-    extras: Extras
 
-    async def whole(self) -> dict[str, Any]:
-        """Once all have ended."""
+    async def ended(self) -> None:
+        """All tickets have."""
         async for i, event in self.events:
             self.clock.token()
-            self.extras.take(i, event)
-            self.choices[i].take(event, self.tickets[i].usage)
+            for _ in self.renderer.take(i, event):
+                pass
         self.clock.end()
-        return self.extras.whole(self.reply.whole(self.choices, self.tickets, self.prompts))
 
-    async def chunks(self, usage: bool) -> AsyncIterator[dict[str, Any]]:
-        """As they come; `usage`: with a chunk for it at the end."""
-        for i in range(len(self.choices)):
-            if (first := self.reply.first(i)) is not None:
-                yield self.extras.chunk(first)
+    async def frames(self) -> AsyncIterator[Frame]:
+        """As they come."""
+        for frame in self.renderer.begin():
+            yield frame
         async for i, event in self.events:
             self.clock.token()
-            self.extras.take(i, event)
-            parts, scores = self.choices[i].take(event, self.tickets[i].usage)
-            for piece in self.reply.pieces(i, parts, scores):
-                yield self.extras.chunk(piece)
+            for frame in self.renderer.take(i, event):
+                yield frame
         self.clock.end()
-        if usage:
-            yield self.extras.chunk(self.reply.total(self.tickets, self.prompts))
+        for frame in self.renderer.end():
+            yield frame

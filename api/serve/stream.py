@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
@@ -12,9 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from accel.ir.errors import AccelError
 from accel.serve.errors import ApiError, of_exception
+from accel.serve.renderer import Frame, Renderer
 
 T = TypeVar("T")
 LAST_WORDS = 5.0  # seconds that a reader has for the error that ends its stream
+SILENCE = 10.0  # seconds after which a stream tells that it goes on
 
 
 class Gone(Exception):
@@ -41,13 +42,14 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response of chunks, each a `data:` line of JSON, then `data: [DONE]`. An error on the way is the last chunk."""
+    """A response of frames. An error on the way is told as the renderer tells it, and nothing follows."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        chunks: AsyncIterator[Any],
+        frames: AsyncIterator[Frame],
+        renderer: Renderer,
         seconds: float,
         on_end: Callable[[], None],
         headers: Mapping[str, str] | None = None,
@@ -56,7 +58,9 @@ class EventStream(Response):
         own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**own, **(headers or {})})
         del self.headers["content-length"]
-        self._chunks, self._seconds, self._on_end = chunks, seconds, on_end
+        self._frames, self._renderer = frames, renderer
+        self._seconds, self._on_end = seconds, on_end
+        self._sent = 0.0  # when the last bytes went, of the loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -70,13 +74,14 @@ class EventStream(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
+        beat = asyncio.create_task(self._beat(send))
         try:
             async with asyncio.timeout(self._seconds):
-                async for chunk in self._chunks:
-                    await send(_event(json.dumps(chunk)))
+                async for frame in self._frames:
+                    await self._put(send, frame.bytes)
                     await asyncio.sleep(0)  # others get in, and the watch for the client
-                await send(_event("[DONE]"))
-                await send({"type": "http.response.body", "body": b""})
+                beat.cancel()
+                await send(_END)
                 return
         except TimeoutError:
             error: ApiError = too_long(self._seconds)
@@ -85,9 +90,41 @@ class EventStream(Response):
         except ApiError as raised:
             error = raised
         except Exception as raised:
-            await _end(send, of_exception(raised))
+            beat.cancel()
+            await self._fail(send, of_exception(raised))
             raise
-        await _end(send, error)
+        finally:
+            beat.cancel()
+        await self._fail(send, error)
+
+    async def _put(self, send: Send, data: bytes) -> None:
+        self._sent = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _beat(self, send: Send) -> None:
+        """Tell who reads, and what is between, that the stream goes on."""
+        loop = asyncio.get_running_loop()
+        self._sent = self._sent or loop.time()
+        while True:
+            await asyncio.sleep(max(self._sent + SILENCE - loop.time(), 0.01))
+            if loop.time() >= self._sent + SILENCE:
+                await self._put(send, self._renderer.beat)
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        """Tell a reader that may have stopped reading."""
+
+        async def last_words() -> None:
+            for frame in self._renderer.failed(error):
+                await self._put(send, frame.bytes)
+            await send(_END)
+
+        try:
+            await asyncio.wait_for(last_words(), LAST_WORDS)
+        except TimeoutError:
+            pass
+
+
+_END = {"type": "http.response.body", "body": b""}
 
 
 def too_long(seconds: float) -> ApiError:
@@ -97,24 +134,3 @@ def too_long(seconds: float) -> ApiError:
         f"the request took more than {seconds:g} s; ask for fewer tokens, or serve with a larger --timeout",
         code="timeout",
     )
-
-
-async def _end(send: Send, error: ApiError) -> None:
-    """Tell a reader that may have stopped reading."""
-
-    async def send_error() -> None:
-        await send(_event(json.dumps(error.body)))
-        await send({"type": "http.response.body", "body": b""})
-
-    await _within(send_error())
-
-
-async def _within(words: Awaitable[None]) -> None:
-    try:
-        await asyncio.wait_for(words, LAST_WORDS)
-    except TimeoutError:
-        pass
-
-
-def _event(text: str) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True}

@@ -203,18 +203,19 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
                 param="messages",
             )
         where = f"{place}[{j}].function.arguments"
-        arguments = _arguments(function.get("arguments"), where)
+        arguments = arguments_of(function.get("arguments"), where, "messages")
         found.append({**call, "function": {**function, "arguments": arguments}})
     return found
 
 
-def _arguments(arguments: Any, place: str) -> Any:
+def arguments_of(arguments: Any, place: str, param: str) -> Any:
+    """The arguments of a call in a history, as text or as the object that they are. Raises ApiError."""
     if arguments in (None, ""):
         return {}
     try:
         found = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"{place} is no JSON: {error}", param="messages") from None
+        raise ApiError(400, f"{place} is no JSON: {error}", param=param) from None
     if not isinstance(found, dict):
-        raise ApiError(400, f"{place} is no JSON object; give one, as text", param="messages")
+        raise ApiError(400, f"{place} is no JSON object; give one, as text", param=param)
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accel.ir.errors import InputError
-from accel.runtime.serve.reply.forms import Tool
+from accel.runtime.serve.reply.forms import Tool, literal
 
 _OF_ALL = {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"),
@@ -44,6 +44,21 @@ def properties_of(tool: Tool) -> list[Property]:
         for name, schema in known.items()
     ]
     return sorted(found, key=lambda one: not one.required)
+
+
+def listed(rules: Sequence[str], needed: int, comma: str) -> str:
+    """The right side of a rule for things that a comma stands between, in their order; those behind the first `needed`
+    may be missing.
+    """
+    between = literal(comma)
+    body = between.join(f" {rule} " for rule in rules[:needed])
+    rest = [f"({between} {rule})?" for rule in rules[needed:]]
+    if needed or not rest:
+        return body + " ".join(rest)
+    firsts = [
+        f"{rules[i]} {' '.join(rest[i + 1 :])}" for i in range(len(rest))
+    ]  # any may be the first
+    return f"({' | '.join(firsts)})?"
 
 
 def is_text(schema: Any) -> bool:

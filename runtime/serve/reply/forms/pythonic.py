@@ -21,7 +21,7 @@ from accel.runtime.serve.reply.forms import (
     json_rule,
     literal,
 )
-from accel.runtime.serve.reply.forms.properties import properties_of
+from accel.runtime.serve.reply.forms.properties import listed, properties_of
 
 _HEAD = re.compile(r"\s*(?:\[\s*(?:(?P<name>[A-Za-z_][\w.]*)\s*(?P<call>\()?)?)?")
 _WORDS = {"true": True, "false": False, "null": None}  # of JSON
@@ -47,14 +47,7 @@ class Pythonic(Form):
             + (_BOOLEAN if one.schema == {"type": "boolean"} else json_rule(one.schema))
             for one in found
         ]
-        needed = sum(one.required for one in found)
-        body = literal(", ").join(f" {rule} " for rule in rules[:needed])
-        rest = [f"({literal(', ')} {rule})?" for rule in rules[needed:]]
-        if needed or not rest:
-            body += " ".join(rest)
-        else:  # any may be the first
-            firsts = [f"{rules[i]} {' '.join(rest[i + 1 :])}" for i in range(len(rest))]
-            body = f"({' | '.join(firsts)})?"
+        body = listed(rules, sum(one.required for one in found), ", ")
         return f"{literal(tool.name + '(')} {body} {literal(')')}"
 
 
