@@ -46,7 +46,9 @@ class Chosen(Calibrated):
     few: ClassVar[int] = 4
 
     def bits(self, site: Site, layers: int) -> int:
-        return 8 if site.layer is None else self.few
+        if site.layer is None:
+            return 8
+        return max(4, self.few) if site.experts else self.few
 
     def choose(self, program: Program, tokens: Tensor) -> dict[str, int]:
         found, _ = sites(program, self.smallest)
