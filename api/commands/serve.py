@@ -36,7 +36,7 @@ class Address:
         typer.Option(
             envvar="ACCEL_API_KEY",
             metavar="KEY",
-            help="Ask clients for this key under /v1. Default: ask for none.",
+            help="Ask clients for this key, but at /, /health and /metrics. Default: ask for none.",
         ),
     ] = None
     allowed_host: Annotated[
@@ -114,7 +114,7 @@ def serve(
     """Serve artifacts to OpenAI clients, with a page at / that compares them.
 
     GET /v1/models, POST /v1/completions and /v1/chat/completions (whole, or streamed as server-sent
-    events), GET /health, GET /metrics (Prometheus). Ctrl-C or SIGTERM ends it: no new requests, and those
+    events), POST /infill (as llama.cpp's), /tokenize and /detokenize, GET /health, GET /metrics (Prometheus). Ctrl-C or SIGTERM ends it: no new requests, and those
     taken end within --drain seconds. Needs the extra `serve`.
     """
     with extra("serve"):

@@ -33,8 +33,8 @@ def of_completion(prompt: Any, served: Served) -> list[Ints]:
     """The prompts [n] of a completion. Raises ApiError."""
     for text in items_of(prompt, "prompts"):
         if isinstance(text, str):
-            _check_length(text, served, "prompt")
-    return _checked(prompt, served, "prompt")
+            check_length(text, served, "prompt")
+    return checked(prompt, served, "prompt")
 
 
 def texts(prompt: Any, served: Served) -> list[str]:
@@ -86,11 +86,11 @@ def of_chat(
         given = {**(variables or {}), "chat_template": served.chat_template, "tools": tools}
         text = tokenizer.apply_chat_template(plain, tokenize=False, **given)
         text = _up_to_mark(text) if go_on else text
-        _check_length(text, served, "messages")
+        check_length(text, served, "messages")
         ids = tokenizer.encode(text, special=False)
     except InputError as error:
         raise ApiError(400, str(error), param="messages") from None
-    (found,) = _checked(ids, served, "messages")
+    (found,) = checked(ids, served, "messages")
     return found, text
 
 
@@ -113,7 +113,7 @@ def _up_to_mark(text: str) -> str:
     return before
 
 
-def _check_length(text: str, served: Served, param: str) -> None:
+def check_length(text: str, served: Served, param: str) -> None:
     """Raise ApiError for a text far past the context, before all of it is encoded: tokens take a hundred times the
     memory of their text. A cut changes the last tokens of a part only, so twice the context is past any doubt.
     """
@@ -158,7 +158,7 @@ def _plain(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-def _checked(prompts: Any, served: Served, param: str) -> list[Ints]:
+def checked(prompts: Any, served: Served, param: str) -> list[Ints]:
     """Prompts as token ids [n]. Raises ApiError."""
     try:
         return as_prompts(prompts, served.model.facts, served.model.tokenizer)

@@ -20,7 +20,9 @@ from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
 from accel.runtime.decode.judge import Judge, JudgeFunction
+from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.decode.pool import groups
+from accel.runtime.decode.prompt_scores import PromptScores
 from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
 from accel.runtime.inputs.encoder_inputs import encoder_rows
 from accel.runtime.inputs.ints import Ints, as_ints
@@ -380,9 +382,11 @@ class CompiledModel:
         adapter: str | None = None,
         sample: int = 0,
         marks: frozenset[int] = frozenset(),
+        prompt_logprobs: int | None = None,
     ) -> Prepared:
         """One sample of one prompt, checked before any work, for an engine (`accel.runtime.serve`); arguments as of
-        `generate`. `sample`: which of the samples of this seed; `marks`: see `Transcript`. Raises InputError.
+        `generate`. `sample`: which of the samples of this seed; `marks`: see `Transcript`; `prompt_logprobs`: see
+        `Request`. Raises InputError.
         """
         if params.n != 1:
             raise InputError(
@@ -397,7 +401,16 @@ class CompiledModel:
             row = samples[0].row
             row.rng = row.rng.spawn(sample)[-1]
         names = self._sessions.named(adapter, 1)
-        return Prepared(samples[0], lambda: self._sessions.encoded(sources, names))
+        scores = None
+        if prompt_logprobs is not None:
+            if self._loop.masked_diffusion:
+                raise InputError(
+                    "prompt_logprobs: this model fills masks, so no token of a prompt follows from those before it; "
+                    "leave it unset, or take a causal model"
+                )
+            count = as_count(prompt_logprobs, "prompt_logprobs", 0)
+            scores = PromptScores(samples[0].row.prompt, TopLogprobs(count, self.tokenizer))
+        return Prepared(samples[0], lambda: self._sessions.encoded(sources, names), scores)
 
     @cached_property
     def _costs_before(self) -> Costs | None:
