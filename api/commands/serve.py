@@ -114,7 +114,8 @@ def serve(
     """Serve artifacts to OpenAI clients, with a page at / that compares them.
 
     GET /v1/models, POST /v1/completions and /v1/chat/completions (whole, or streamed as server-sent
-    events), POST /infill (as llama.cpp's), /tokenize and /detokenize, GET /health, GET /metrics (Prometheus). Ctrl-C or SIGTERM ends it: no new requests, and those
+    events), POST /v1/embeddings, POST /infill (as llama.cpp's), /tokenize and /detokenize, GET /health,
+    GET /metrics (Prometheus). Ctrl-C or SIGTERM ends it: no new requests, and those
     taken end within --drain seconds. Needs the extra `serve`.
     """
     with extra("serve"):

@@ -16,6 +16,7 @@ from accel.serve.schemas import ChatRequest
 from accel.serve.tools import as_templates_want
 
 PER_TOKEN = 16  # characters of a text that is looked at first, for each token of the context
+MOST_TEXTS = 2048  # of a request that asks for vectors, as OpenAI's
 _MARK = "\ue0a5\uf1c3\ue2d7"  # of no script: no text and no template has it
 _TAKEN = {*inspect.signature(Tokenizer.apply_chat_template).parameters, "config"}
 _VARIABLES = {"add_generation_prompt"}  # of a template's own names, those that a client may set
@@ -27,6 +28,21 @@ def count(prompt: Any) -> int:
         return len(items_of(prompt, "prompts"))
     except InputError as error:
         raise ApiError(400, str(error), param="prompt") from None
+
+
+def of_texts(given: Any, served: Served) -> list[Ints]:
+    """The texts [n] of what becomes vectors. Raises ApiError."""
+    try:
+        items = items_of(given, "texts")
+    except InputError as error:
+        raise ApiError(400, f"input: {error}", param="input") from None
+    if len(items) > MOST_TEXTS:
+        told = f"input has {len(items):,} texts; give at most {MOST_TEXTS:,} in a request"
+        raise ApiError(400, told, param="input")
+    for i, text in enumerate(items):
+        if isinstance(text, str):
+            check_length(text, served, "input", f"text {i}")
+    return checked(given, served, "input", "text")
 
 
 def of_completion(prompt: Any, served: Served) -> list[Ints]:
@@ -113,7 +129,7 @@ def _up_to_mark(text: str) -> str:
     return before
 
 
-def check_length(text: str, served: Served, param: str) -> None:
+def check_length(text: str, served: Served, param: str, what: str = "the prompt") -> None:
     """Raise ApiError for a text far past the context, before all of it is encoded: tokens take a hundred times the
     memory of their text. A cut changes the last tokens of a part only, so twice the context is past any doubt.
     """
@@ -124,7 +140,7 @@ def check_length(text: str, served: Served, param: str) -> None:
         if len(tokenizer.encode(text[:size], special=False)) > 2 * most:
             raise ApiError(
                 400,
-                f"the prompt has far more tokens than max_context = {most}; shorten it, or build with more: "
+                f"{what} has far more tokens than max_context = {most}; shorten it, or build with more: "
                 "max_context=…",
                 param=param,
                 code="context_length_exceeded",
@@ -158,10 +174,10 @@ def _plain(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-def checked(prompts: Any, served: Served, param: str) -> list[Ints]:
-    """Prompts as token ids [n]. Raises ApiError."""
+def checked(prompts: Any, served: Served, param: str, what: str = "prompt") -> list[Ints]:
+    """Prompts as token ids [n]; `what`: they are, in errors. Raises ApiError."""
     try:
-        return as_prompts(prompts, served.model.facts, served.model.tokenizer)
+        return as_prompts(prompts, served.model.facts, served.model.tokenizer, what=what)
     except InputError as error:
         code = "context_length_exceeded" if "max_context" in str(error) else None
         raise ApiError(400, str(error), param=param, code=code) from None

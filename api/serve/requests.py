@@ -13,6 +13,7 @@ from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.serve.embedder import NO_TEXT
 from accel.runtime.serve.engine import Event, Request, Ticket
 from accel.runtime.serve.reply.machine import Reading
 from accel.serve import infill, prompts, tools
@@ -80,8 +81,15 @@ class Asked:
         return tickets
 
 
+def check_makes_text(served: Served) -> None:
+    """Raise ApiError for a model of vectors."""
+    if served.model.facts.embedding is not None:
+        raise ApiError(400, f"{served.name}: {NO_TEXT}", param="model")
+
+
 def of_infill(asked: InfillRequest, served: Served, adapter: str | None) -> Asked:
     """Raises ApiError."""
+    check_makes_text(served)
     for name in ("stream", "suffix", "echo"):
         if getattr(asked, name):
             raise unsupported(name)
@@ -102,6 +110,7 @@ def of_infill(asked: InfillRequest, served: Served, adapter: str | None) -> Aske
 
 def of_completion(asked: CompletionRequest, served: Served, adapter: str | None) -> Asked:
     """Raises ApiError."""
+    check_makes_text(served)
     if asked.suffix and asked.echo:
         told = "echo gives the prompt before the answer, and suffix lies behind it; leave out one"
         raise ApiError(400, told, param="echo")
@@ -125,6 +134,7 @@ def of_completion(asked: CompletionRequest, served: Served, adapter: str | None)
 
 def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
     """Raises ApiError, AccelError."""
+    check_makes_text(served)
     if asked.functions:
         raise unsupported("functions")
     if asked.top_logprobs is not None and not asked.logprobs:

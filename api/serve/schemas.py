@@ -164,6 +164,16 @@ class DetokenizeRequest(Schema):
     tokens: Listed[int]
 
 
+class EmbeddingRequest(Schema):
+    """POST /v1/embeddings. `input`: text, token ids, or a list of either."""
+
+    model: str | None = None
+    input: Any
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: Unused = None
+
+
 class ChatRequest(Generation):
     """POST /v1/chat/completions. The last three are vLLM's: variables of the template, whether it opens an
     answer, and whether the last message goes on.

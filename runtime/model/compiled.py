@@ -38,12 +38,14 @@ from accel.runtime.loop import HOST, chosen
 from accel.runtime.loop import Base as Loop
 from accel.runtime.model.adapters import Adapters
 from accel.runtime.model.chat import Chat
+from accel.runtime.model.embed import Vectors, embedded, embedding_of
 from accel.runtime.model.meter import Meter
 from accel.runtime.model.notebook import model_table
 from accel.runtime.model.output import Output
 from accel.runtime.model.requests import (
     RequestOptions,
     Sources,
+    check_makes_text,
     check_one_each,
     parse_options,
     prompt_behind,
@@ -205,6 +207,7 @@ class CompiledModel:
         Raises:
             InputError: the model has no tokenizer or no such adapter, or its kind cannot hold a conversation.
         """
+        check_makes_text(self.facts)
         if self.tokenizer is None:
             raise InputError(
                 "chat needs a tokenizer, but this model has none; build with tokenizer=…"
@@ -236,6 +239,7 @@ class CompiledModel:
         B may exceed `max_batch`. An encoder-decoder model needs an `encoder_input` per row, as in
         `generate`; `adapter` too is as there. Raises InputError.
         """
+        check_makes_text(self.facts)
         ids = as_ints(tokens, "tokens")
         if ids.ndim != 2 or not ids.size:
             raise InputError(
@@ -251,6 +255,29 @@ class CompiledModel:
             with self._sessions.encoded(own_sources, names[part]) as session:
                 out.append(session.run(ids[part]))
         return out[0] if len(out) == 1 else np.concatenate(out)
+
+    def embed(
+        self,
+        texts: Any,
+        *,
+        dimensions: int | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> Vectors:
+        """Vectors float32 [n,E] of texts, of a model that was built to give them.
+
+        Args:
+            texts: text, token ids [n], or a list of either. Texts of about one length run together, up to `max_batch`.
+            dimensions: give the first so many numbers of each vector, brought to length 1 again, as models that were
+                trained for it (Matryoshka, arXiv:2205.13147) allow. None: all.
+            before: called before each batch; what it raises ends the work.
+
+        Raises:
+            InputError: the model makes text, or a text is empty or longer than `max_context`; with its place.
+        """
+        embedding_of(self.facts)
+        self._sessions.live_backend()
+        ids = as_prompts(texts, self.facts, self.tokenizer, what="text")
+        return embedded(ids, self.facts, self.session, dimensions, before)
 
     def session(self, batch: int = 1, adapter: Any = None) -> Session:
         """An empty session of `batch` rows, at most `max_batch`. Close it or use it in a `with` statement.
