@@ -26,7 +26,7 @@ from accel.serve import prompts
 from accel.serve.limits import Limits
 from accel.serve.models import Served
 
-from . import serve_case
+from . import adapter_case, serve_case
 from .test_serve import error_of
 
 TEXTS = ["def f(x):", "a", "for i in range(10):\n    print(i)\n" * 3, "import os", "a"]
@@ -203,8 +203,9 @@ def test_what_does_not_go_together(built, model, server, tmp_path):
     with pytest.raises(CaptureError, match="pooling: an ExportedProgram"):
         program = torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
         accel.optimize(program, pooling="mean")
-    with pytest.raises(InputError, match="adapters"):
-        accel.optimize(built.folder, adapters={"a": tmp_path})
+    adapter = adapter_case.write(tmp_path / "lora", built.module, ["query"])
+    with pytest.raises(InputError, match="adapters: .* merge_adapter"):
+        accel.optimize(built.folder, adapters={"a": adapter})
     with pytest.raises(InputError, match="makes text, not vectors"):
         server.models[1].embed("a")
     for texts, said in (([], "texts are empty"), (["a", ""], "text 1 is empty"),
