@@ -58,7 +58,9 @@ FORMS = (
 
 def forms_of(tokenizer: Tokenizer | None) -> Iterator[tuple[Form, dict[str, int]]]:
     """The forms whose tokens a vocabulary has, with the numbers of these and of the ends that it has."""
-    for form in FORMS if tokenizer is not None else ():
+    if tokenizer is None:
+        return
+    for form in FORMS:
         known = {text: tokenizer.index(text) for text in (*form.marks, *form.ends)}
         numbers = {text: number for text, number in known.items() if number is not None}
         if numbers.keys() >= {*form.marks}:

@@ -66,8 +66,9 @@ def embedded(
 def pooled(vectors: Logits, lengths: Ints, pooling: str) -> Vectors:
     """One vector [B,E] of those [B,T,E] of each row's `lengths` [B] tokens; padding has 0, and T is 1 for "last"."""
     if pooling == "mean":
-        total: Vectors = vectors.sum(1, dtype=np.float32)
-        return total / lengths[:, None].astype(np.float32)
+        counts = lengths[:, None].astype(np.float32)
+        means: Vectors = np.divide(vectors.sum(1, dtype=np.float32), counts, dtype=np.float32)
+        return means
     return vectors[:, 0]
 
 

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def main() -> None:
         most = compiled.facts.max_context
         ids = [np.array(compiled.tokenizer.encode(text)[:most]) for text in _texts(options.texts)]
         module = AutoModel.from_pretrained(model, add_pooling_layer=False).eval()
-        plain, fused = _exported(module, folder)
+        plain, fused = _exported(deepcopy(module), folder)  # whose masks an export changes for good
         peers: dict[str, Run] = {
             "transformers": lambda tokens, mask: _torch(module, tokens, mask),
             "onnxruntime": _opened(plain, options.threads),
@@ -152,7 +153,6 @@ def _exported(module: Any, folder: Path) -> tuple[Path, Path]:
         _Vectors(module), (ones, ones), str(plain), input_names=NAMES[:2], output_names=NAMES[2:],
         dynamic_axes=dict.fromkeys(NAMES, axes), dynamo=False, opset_version=17,
     )  # fmt: skip
-    module.set_attn_implementation("sdpa")
     config = module.config
     made = optimizer.optimize_model(
         str(plain), "bert", num_heads=config.num_attention_heads, hidden_size=config.hidden_size

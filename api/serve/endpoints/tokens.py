@@ -77,7 +77,8 @@ def _ids(asked: TokenizeRequest, served: Served) -> list[int]:
         variables = prompts.variables(ChatRequest(messages=[], **options))
         go_on = bool(asked.continue_final_message)
         found, _ = prompts.of_chat(asked.messages, variables, served, asked.tools, go_on)
-        return found.tolist()
+        ids: list[int] = found.tolist()
+        return ids
     text = asked.prompt if asked.content is None else asked.content
     assert text is not None, "one is given"
     special = asked.add_special_tokens if asked.content is None else bool(asked.add_special)
