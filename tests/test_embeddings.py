@@ -165,6 +165,7 @@ def test_a_decoder_that_was_saved_with_its_head(tmp_path):
     [
         ({"modules": [*RECIPE, {"type": "a.Dense"}]}, "names Transformer, Pooling, Normalize, Dense"),
         ({"modules": [{**RECIPE[0], "path": "0_Transformer"}, *RECIPE[1:]]}, "in the folder"),
+        ({"modules": [RECIPE[0], {**RECIPE[1], "path": "../other"}]}, "outside of the directory"),
         ({"modules": {}}, "no list"),
         ({"modules": [1]}, "no list"),
         ({"pooling": "max_tokens"}, "pools by max_tokens"),
@@ -176,7 +177,7 @@ def test_recipes_that_are_computed_otherwise_are_refused(tmp_path, monkeypatch, 
     none = SimpleNamespace(save_pretrained=print)
     monkeypatch.setattr("tests.test_embeddings.model_of", lambda kind: none)
     write(tmp_path, **change)
-    with pytest.raises(CaptureError, match=rf"{said}.*pooling=…"):
+    with pytest.raises(CaptureError, match=rf"{said}.*pooling=mean"):
         sentence_recipe(tmp_path)
     (tmp_path / "1_Pooling" / "config.json").write_text("{", encoding="utf-8")
     (tmp_path / "modules.json").write_text(json.dumps(RECIPE), encoding="utf-8")

@@ -193,6 +193,7 @@ def test_infill_as_editors_ask_for_it(http, model):
     assert more["content"] == model.generate([bos, *ahead, *prompt], 6).text[0]
     for change, param in (
         ({"stream": True}, "stream"),
+        ({"n_predict": -5}, "n_predict"),
         ({"input_suffix": None}, "input_suffix"),
         ({"input_extra": [{"filename": "a"}]}, "input_extra"),
         ({"input_prefix": "x y " * 9_000}, "prompt"),

@@ -67,8 +67,7 @@ def optimize(
     train: bool = False,
     pooling: str | None = None,
 ) -> CompiledModel:
-    """Compile a language model: a causal decoder, an encoder-decoder, a masked-diffusion model, or an encoder or
-    decoder whose texts become vectors (`CompiledModel.embed`).
+    """Compile a language model: a causal decoder, an encoder-decoder, a masked-diffusion or an embedding model.
 
     Args:
         model: an `nn.Module` that returns logits [B,T,V] for tokens [B,T], a Hugging Face model or
@@ -100,10 +99,8 @@ def optimize(
             once and these beside them; a session chooses (`session(adapter=name)`).
         train: measure the tables that the recipe needs and that are not there for this model, on the bundled
             text, and keep them in the user's cache. What must be trained: `accel-compile train`.
-        pooling: build a model that gives a vector for a text: the "mean" of its tokens' vectors, that of the first
-            one ("cls") or of the last one ("last"), brought to length 1. `model` is then one without a head, as
-            AutoModel loads it, or a directory. Default: as the directory's own files of sentence-transformers say;
-            without such files the model makes text.
+        pooling: give vectors for texts: the "mean" of the tokens', the first ("cls") or the "last" one, of length 1;
+            `model` has no head then. Default: as a directory's files of sentence-transformers say, if it has any.
 
     Returns:
         The compiled model. Close it, or use it in a `with` statement.

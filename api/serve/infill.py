@@ -110,12 +110,12 @@ def of_completion(
     return prompts.checked(found, served, "suffix"), infill.ends
 
 
-def _prompt(given: Any, served: Served) -> str | Sequence[int]:
+def _prompt(prompt: Any, served: Served) -> str | Sequence[int]:
     """The text before the gap, or its token ids. Raises InputError, ApiError."""
-    if isinstance(given, str):
-        prompts.check_length(given, served, "prompt")
-        return given
-    ids = as_ints(given, "prompt")
+    if isinstance(prompt, str):
+        prompts.check_length(prompt, served, "prompt")
+        return prompt
+    ids = as_ints(prompt, "prompt")
     if ids.ndim != 1:
         raise InputError(f"a prompt has shape {list(ids.shape)}; give token ids [n]")
     found: list[int] = ids.tolist()

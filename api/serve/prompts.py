@@ -30,10 +30,10 @@ def count(prompt: Any) -> int:
         raise ApiError(400, str(error), param="prompt") from None
 
 
-def of_texts(given: Any, served: Served) -> list[Ints]:
+def of_texts(inputs: Any, served: Served) -> list[Ints]:
     """The texts [n] of what becomes vectors. Raises ApiError."""
     try:
-        items = items_of(given, "texts")
+        items = items_of(inputs, "texts")
     except InputError as error:
         raise ApiError(400, f"input: {error}", param="input") from None
     if len(items) > MOST_TEXTS:
@@ -42,7 +42,7 @@ def of_texts(given: Any, served: Served) -> list[Ints]:
     for i, text in enumerate(items):
         if isinstance(text, str):
             check_length(text, served, "input", f"text {i}")
-    return checked(given, served, "input", "text")
+    return checked(inputs, served, "input", "text")
 
 
 def of_completion(prompt: Any, served: Served) -> list[Ints]:

@@ -231,6 +231,7 @@ def _in_their_words(error: InputError, asked: Generation) -> ApiError:
         *(("structured_outputs", name) for name in FIELDS),
         *([("structured_outputs", "tools")] if tooled else []),
         ("max_tokens", "max_completion_tokens"),
+        ("max_tokens", "n_predict"),
     ):
         if text.startswith(own) and getattr(asked, theirs, None) is not None:
             error = InputError(theirs + text.removeprefix(own))

@@ -10,18 +10,18 @@ _MOST = 1 << 24  # logits that are held at once
 
 
 class PromptScores:
-    """Those of one prompt [n]. `found`: of each token so far, under the model's own distribution behind those before
+    """Those of one prompt [n]. `lines`: of each token so far, under the model's own distribution behind those before
     it; None for the first, which follows nothing.
     """
 
     def __init__(self, prompt: Ints, top: TopLogprobs):
         self._prompt, self._top = prompt, top
-        self.found: list[dict[int, Logprob] | None] = [None]
+        self.lines: list[dict[int, Logprob] | None] = [None]
 
     @property
     def whole(self) -> bool:
         """Whether no token is left."""
-        return len(self.found) >= self._prompt.size
+        return len(self.lines) >= self._prompt.size
 
     def run(self, session: Session, tokens: Ints) -> None:
         """Run tokens [n] of the prompt in a session of one row that holds all before them, and score those that follow
@@ -32,5 +32,5 @@ class PromptScores:
             start = int(session.lengths[0])
             logits = session.run(tokens[None, begin : begin + width])[0]
             for place, line in enumerate(logits, start + 1):
-                if len(self.found) == place < self._prompt.size:
-                    self.found.append(self._top(int(self._prompt[place]), line))
+                if len(self.lines) == place < self._prompt.size:
+                    self.lines.append(self._top(int(self._prompt[place]), line))

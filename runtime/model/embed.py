@@ -25,7 +25,7 @@ def embedding_of(facts: Facts) -> Embedding:
     """How the model makes vectors. Raises InputError where it makes text."""
     if facts.embedding is None:
         raise InputError(
-            f"{facts.name} makes text, not vectors; build an embedding model (pooling=…), or give one"
+            f"{facts.name} makes text, not vectors; build it again with pooling=mean, or give an embedding model"
         )
     return facts.embedding
 

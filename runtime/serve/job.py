@@ -35,7 +35,7 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.prepared.scores is not None:
-            self.ticket.prompt_logprobs = self.prepared.scores.found
+            self.ticket.prompt_logprobs = self.prepared.scores.lines
         self.session: Session | None = None
         self.rounds: Rounds | None = None
         self.tokens: Generator[Any] | None = None

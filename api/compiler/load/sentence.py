@@ -14,7 +14,7 @@ from accel.ir.errors import CaptureError
 MODULES, LIMITS, POOLING = "modules.json", "sentence_bert_config.json", "config.json"
 _MODES = {"mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls", "lasttoken": "last"}  # fmt: skip
 _MODE = "pooling_mode"
-_OTHERWISE = "; give pooling=… (--pooling) to pool in another way than the model was trained for"
+_OTHERWISE = "; pooling=mean (or cls, or last) pools otherwise than the model was trained for"
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ def sentence_recipe(folder: Path) -> SentenceRecipe | None:
             f"itself, then Pooling and maybe Normalize{_OTHERWISE}"
         )
     file = folder / str(modules[1].get("path", "")) / POOLING
+    if not file.parent.resolve().is_relative_to(folder.resolve()):
+        raise CaptureError(f"{folder / MODULES} names a place outside of the directory{_OTHERWISE}")
     told = _read(file)
     modes = [
         name.removeprefix(f"{_MODE}_") for name, on in told.items() if name.startswith(f"{_MODE}_") and on is True

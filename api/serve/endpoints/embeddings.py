@@ -26,8 +26,8 @@ def add(app: FastAPI, serving: Serving) -> None:
         how, engine = served.model.facts.embedding, served.engine
         if how is None or not isinstance(engine, Embedder):
             told = (
-                f"{served.name} makes text, not vectors; ask an embedding model (build one with --pooling, or from a "
-                "directory with modules.json)"
+                f"{served.name} makes text, not vectors; ask an embedding model, as accel-compile build makes it of a "
+                "directory with modules.json"
             )
             raise ApiError(400, told, param="model")
         assert adapter is None, "a model of vectors has no adapters"

@@ -55,7 +55,7 @@ def add(app: FastAPI, serving: Serving) -> None:
         return await serving.at_once(request, DetokenizeRequest, detokenize)
 
     @app.get("/tokenizer_info")
-    async def told(model: str | None = None) -> dict[str, Any]:
+    async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
         served, _ = serving.models.find(model)
         tokenizer, facts = _tokenizer(served), served.model.facts
         eos = tokenizer.token(facts.eos[0]) if facts.eos else None
