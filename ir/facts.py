@@ -10,6 +10,7 @@ from typing import Any
 from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import Depth
 from accel.ir.diffusion import Diffusion
+from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.fields import BUILD_ONLY, Fields, Positive, optional_objects, read
 from accel.ir.kv import KvFacts
@@ -64,6 +65,7 @@ class Facts:
     depth: Depth | None = None
     prefill: Prefill | None = None
     diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
+    embedding: Embedding | None = None  # it gives vectors in place of logits; None: it makes text
     adapters: AdapterFacts | None = None  # None: no row chooses one
     units: Units | None = None  # None: attention reads no units of tokens
     low_rank: LowRank | None = None  # None: keys are read as they are
@@ -74,6 +76,17 @@ class Facts:
     def num_layers(self) -> int:
         """Layers that recognition found; 0: the model is one piece."""
         return len(self.layers)
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether a token sees those after it."""
+        embeds = self.embedding is not None and self.embedding.both_ways
+        return embeds or self.diffusion is not None
+
+    @property
+    def width(self) -> int:
+        """How many numbers a step gives for a token: its logits, or its vector."""
+        return self.vocab_size if self.embedding is None else self.embedding.width
 
     def set_vocabulary(self, size: int) -> None:
         """Let the model have `size` tokens; what a configuration names beyond them is dropped."""

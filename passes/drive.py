@@ -62,7 +62,7 @@ def _both_ways(program: Program, tokens: Tensor) -> Iterator[tuple[Tensor, slice
         out = program.run("step", given)
         yield out["logits"].float(), slice(0, length)
         return
-    if program.facts.diffusion is not None:
+    if program.facts.both_ways:
         yield from run_again(program, tokens)
         return
     letters = {"B": tokens.shape[0], "C": max(length + 3, _flush(program))}

@@ -8,6 +8,7 @@ import pytest
 from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import NESTED, Depth
 from accel.ir.diffusion import Diffusion
+from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import ArtifactError
 from accel.ir.facts import FEATURES, Facts, LayerFacts
@@ -32,6 +33,7 @@ FULL = {
         Pick(8, 1, 2), (Pick(4, 0, 1),), Segments(16, 32), Ranks((0, 1, 0)), Fill(3)
     ),
     "diffusion": Diffusion(7, shift=True),
+    "embedding": Embedding("last", False, 384, True),
     "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
     "units": Units(80, 320, 16),
     "selection": Selection(1, history=True),

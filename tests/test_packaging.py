@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TABLE = PROJECT["tool"]["setuptools"]
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-TOOLS = ("dev", "docs", "genai", "parity")  # extras that the package itself does not import
+TOOLS = ("dev", "docs", "eval", "genai", "parity")  # extras that the package itself does not import
 WANTED = [
     *PROJECT["project"]["dependencies"],
     *(

@@ -376,7 +376,8 @@ BAD = [  # fields that are changed, the status, the field that the error names, 
     ({"response_format": {"type": "xml"}}, 400, "response_format", "'text'"),
     (form({"name": "x"}), 400, "response_format", "response_format.json_schema.schema is missing"),
     (form({"schema": {"type": "no"}}), 400, "response_format", "response_format: json is not"),
-    ({"echo": True, "logprobs": 1}, 400, "echo", "not supported"),
+    ({"echo": True, "suffix": "a"}, 400, "echo", "leave out one"),
+    ({"suffix": "a"}, 400, "suffix", "has no tokens to fill in the middle"),
     ({"best_of": 3}, 400, "best_of", "not supported"),
 ]
 

@@ -23,6 +23,7 @@ Examples:
   accel-compile build ./my-model --recipe int4-gptq --calibration my-text.txt --out ./artifact
   accel-compile build ./my-model --recipe kvquant --train --out ./artifact
   accel-compile build ./my-model --adapter poet=./poet --adapter coder=./coder --out ./artifact
+  accel-compile build ./all-MiniLM-L6-v2 --max-batch 32 --out ./artifact
   accel-compile build ./my-model --recipe my.toml --dump ./text --json --out ./artifact
 """
 
@@ -35,6 +36,14 @@ class Target:
     tokenizer: options.Tokenizer = None
     max_context: options.MaxContext = 2048
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum batch size.")] = 8
+    pooling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Build a model that gives vectors for texts: mean, cls or last. Default: what the directory's "
+            "sentence-transformers files say; without such files the model makes text.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,10 @@ def build(
             print_json(compiled.report)
             return
         show_report(compiled.report)
-    typer.echo(f'\nwritten to {out}; try: accel-compile run {out} --prompt "def quicksort("')
+    then = f'run {out} --prompt "def quicksort("'
+    if compiled.facts.embedding is not None:
+        then = f"serve {out}, and POST /v1/embeddings"
+    typer.echo(f"\nwritten to {out}; try: accel-compile {then}")
 
 
 def _named(items: list[str]) -> dict[str, Path]:

@@ -13,6 +13,7 @@ from accel.commands.console import error_text, pairs, print_json, size, table
 from accel.commands.show import seconds_text, show_chain, show_steps, show_tuning
 from accel.compiler.layer_summary import picture, why_not
 from accel.compiler.report import adapters_text, cross_bytes, state_bytes, state_text, weights_text
+from accel.ir.embedding import Embedding
 from accel.ir.facts import FEATURES
 
 if TYPE_CHECKING:
@@ -123,6 +124,19 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
     }
 
 
+def _embedding(facts: Embedding | None) -> list[tuple[str, str]]:
+    """What comes of a text in place of text."""
+    if facts is None:
+        return []
+    pooling = {
+        "mean": "the mean of its tokens'",
+        "cls": "its first token's",
+        "last": "its last token's",
+    }
+    length = ", of length 1" if facts.normalize else ""
+    return [("a text's vector", f"{facts.width} numbers, {pooling[facts.pooling]}{length}")]
+
+
 def _show(artifact: Artifact) -> None:
     manifest, facts = artifact.manifest, artifact.facts
     state = [value.to_json() for value in manifest.state]
@@ -138,6 +152,7 @@ def _show(artifact: Artifact) -> None:
         ("ends at", ", ".join(map(str, facts.eos)) or "no token"),
         ("recipe", f"{manifest.recipe.get('name', '')}: {', '.join(methods)}"),
         *_encoder(facts.encoder, state),
+        *_embedding(facts.embedding),
         *_depth(facts.depth),
         ("grade", manifest.grade),
         *weights_text(manifest.report.get("weights", {}), size),

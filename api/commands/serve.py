@@ -36,7 +36,7 @@ class Address:
         typer.Option(
             envvar="ACCEL_API_KEY",
             metavar="KEY",
-            help="Ask clients for this key under /v1. Default: ask for none.",
+            help="Ask clients for this key, but at /, /health and /metrics. Default: ask for none.",
         ),
     ] = None
     allowed_host: Annotated[
@@ -114,9 +114,9 @@ def serve(
     """Serve artifacts to clients of OpenAI and Anthropic, with a page at / that compares them.
 
     GET /v1/models, POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages (whole, or
-    streamed as server-sent events), POST /v1/messages/count_tokens, GET /health, GET /metrics
-    (Prometheus). Ctrl-C or SIGTERM ends it: no new requests, and those taken end within --drain seconds.
-    Needs the extra `serve`.
+    streamed as server-sent events), POST /v1/messages/count_tokens, /v1/embeddings, /infill (as
+    llama.cpp's), /tokenize and /detokenize, GET /health, GET /metrics (Prometheus). Ctrl-C or SIGTERM ends
+    it: no new requests, and those taken end within --drain seconds. Needs the extra `serve`.
     """
     with extra("serve"):
         import prometheus_client as _  # noqa: F401  (the rest of the extra comes by the next two)

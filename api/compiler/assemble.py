@@ -32,6 +32,10 @@ DRAFTING = {  # axes of speculative decoding
     "length": "length sets how many tokens are drafted",
     "tree": "tree sets the shape of drafts",
 }
+_NO_TEXT = {
+    ("loop", "autoregressive"),
+    ("schedule", "continuous-batching"),
+}  # what a model of vectors has no use for, and is as if it were not named
 GRADES = ("lossless", "distribution-exact", "approximate")
 
 
@@ -130,6 +134,8 @@ def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
     Raises:
         RecipeError: with the loops that the model takes.
     """
+    if facts.embedding is not None:
+        _embeds(plan, facts)
     axis = find_axes()["loop"]
     use = plan.recipe.tables.get("loop", {}).get("use", "autoregressive")
     loop = plan.methods.get("loop") or axis.build(use)
@@ -154,6 +160,17 @@ def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
         raise RecipeError(
             f"recipe '{plan.recipe.name}': loop = {use} generates token by token, and {facts.name} is a "
             f"masked-diffusion model; give a recipe with [loop], one of {ways[True]}"
+        )
+
+
+def _embeds(plan: Plan, facts: Any) -> None:
+    """Refuse what says how text is made, or what a model of vectors is not measured for. Raises RecipeError."""
+    uses = {axis: use for axis, use in _uses(plan).items() if (axis, use) not in _NO_TEXT}
+    if uses:
+        named = ", ".join(f"{axis} = {use}" for axis, use in uses.items())
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': {named}: {facts.name} gives vectors, not text, and accel computes these as "
+            "the model does; give the recipe 'base'"
         )
 
 

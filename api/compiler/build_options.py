@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel.ir.embedding import POOLINGS
 from accel.ir.errors import InputError, RecipeError, shown, unknown
 from accel.lowering.onnx.threads import MOST_THREADS
 
@@ -34,10 +35,13 @@ class BuildOptions:
     merge_adapter: str | Path | None = None
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
     train: bool = False
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise RecipeError(unknown("target", str(self.target), TARGETS))
+        if self.pooling is not None and self.pooling not in POOLINGS:
+            raise InputError(unknown("pooling", str(self.pooling), POOLINGS))
         if not isinstance(self.adapters, Mapping):
             raise InputError(
                 f"adapters is {self.adapters!r}; give a dict of names and folders, {{name: DIR}} (to merge one: "

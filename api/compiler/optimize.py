@@ -27,7 +27,8 @@ from accel.compiler.rewrite import progress_within, rewrite, rewritten_draft
 from accel.ir.capture.capture import capture_inspected
 from accel.ir.capture.inspect import inspect
 from accel.ir.capture.traits import Kind
-from accel.ir.errors import LoweringError, RecipeError, shown
+from accel.ir.embedding import Embedding
+from accel.ir.errors import InputError, LoweringError, RecipeError, shown
 from accel.ir.facts import Facts
 from accel.ir.peft import read_adapter
 from accel.ir.program import Program
@@ -64,8 +65,9 @@ def optimize(
     merge_adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     train: bool = False,
+    pooling: str | None = None,
 ) -> CompiledModel:
-    """Compile a language model: a causal decoder, an encoder-decoder or a masked-diffusion model.
+    """Compile a language model: a causal decoder, an encoder-decoder, a masked-diffusion or an embedding model.
 
     Args:
         model: an `nn.Module` that returns logits [B,T,V] for tokens [B,T], a Hugging Face model or
@@ -97,6 +99,8 @@ def optimize(
             once and these beside them; a session chooses (`session(adapter=name)`).
         train: measure the tables that the recipe needs and that are not there for this model, on the bundled
             text, and keep them in the user's cache. What must be trained: `accel-compile train`.
+        pooling: give vectors for texts: the "mean" of the tokens', the first ("cls") or the "last" one, of length 1;
+            `model` has no head then. Default: as a directory's files of sentence-transformers say, if it has any.
 
     Returns:
         The compiled model. Close it, or use it in a `with` statement.
@@ -118,6 +122,7 @@ def optimize(
         merge_adapter,
         adapters or {},
         train,
+        pooling,
     )
     return build(model, recipe, options, out, progress)
 
@@ -144,6 +149,16 @@ def build(
     source = None
     if isinstance(model, (str, Path)):
         source = open_source(model_folder(model, options.download))
+    how = None if source is None or options.pooling is not None else source.sentence_recipe
+    embedding = how.embedding if how is not None else None
+    if options.pooling is not None:
+        embedding = Embedding(options.pooling)
+    if embedding is not None and options.adapters:
+        raise InputError(
+            "adapters: sessions of a model of vectors choose none; merge one with merge_adapter=DIR"
+        )
+    if how is not None and how.max_length is not None:
+        max_context = min(max_context, how.max_length)
     with job.part("tokenizer", 0.0):
         tokenizer = tokenizer_of(options.tokenizer, source)
     _check_tokenizer(job, tokenizer)
@@ -151,18 +166,22 @@ def build(
     notes: list[str] = []
     if source is not None:
         with job.part("load", 0.0):
-            loaded = source.load(options.trust_remote_code)
+            loaded = source.load(options.trust_remote_code, embedding is not None)
             model, stored, notes = loaded.model, loaded.stored, loaded.notes
             del loaded
     if merge is not None:
         stored = merged(model, stored, merge)
-    traits = inspect(model, max_context)
+    traits = inspect(model, max_context, embedding)
     if traits.kind is not Kind.PROGRAM:
         refuse(job.passes(), facts := traits.facts(), job.plan.recipe.name)
         fit(job.plan, facts, captured=False)
     with job.part("capture", 0.1):
         program = capture_inspected(model, traits, stored)
     program.facts.notes += notes
+    if max_context < options.max_context:
+        program.facts.notes.append(
+            f"max_context is {max_context}, the max_seq_length of the model's directory"
+        )
     if source is not None:
         del model, stored  # the weights live on only where the program still reads them
     return _compiled(job, program, tokenizer, out)

@@ -10,6 +10,7 @@ from accel.runtime.serve.engine import Event, Ticket
 from accel.serve.replies import Object
 from accel.serve.requests import Asked
 from accel.serve.schemas import ChatRequest
+from accel.serve.scores import of_prompt
 
 
 class Extras:
@@ -35,6 +36,7 @@ class Extras:
     def whole(self, reply: Object) -> Object:
         """The answer at once."""
         for i, choice in enumerate(reply["choices"]):
+            self._shift(i, choice)
             self._open(i, reply, choice)
             self._tokens(i, choice)
         return {**reply, "system_fingerprint": self._fingerprint, "timings": self._timings()}
@@ -44,6 +46,7 @@ class Extras:
         chunk["system_fingerprint"] = self._fingerprint
         for choice in chunk["choices"]:
             i = choice["index"]
+            self._shift(i, choice)
             if not self._begun[i]:
                 self._open(i, chunk, choice)
             self._tokens(i, choice)
@@ -60,8 +63,15 @@ class Extras:
         if self._ids:
             ids = self._found.prompts[prompt].tolist()
             (reply if self._chat else choice)["prompt_token_ids"] = ids
+        lines, top = self._tickets[i].prompt_logprobs, self._found.asked.prompt_logprobs
+        if top is not None and lines is not None:
+            (reply if self._chat else choice)["prompt_logprobs"] = of_prompt(lines, top)
         if self._found.echoes:
-            choice["text"] = self._found.echoes[prompt] + choice["text"]
+            self._found.echoes[prompt].open(choice, lines)
+
+    def _shift(self, i: int, choice: Object) -> None:
+        if self._found.echoes:
+            self._found.echoes[i // self._found.samples].shift(choice)
 
     def _tokens(self, i: int, choice: Object) -> None:
         if self._ids:

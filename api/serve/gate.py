@@ -18,6 +18,7 @@ BODY_SECONDS = 30.0  # in which a body must have come
 HEAD_BYTES = 1 << 16  # of the first line and the headers of a request
 HEAD_LINES = 100
 ANY_HOST = "*"
+OPEN = frozenset(["/", "/health", "/metrics"])  # paths that no key is asked for
 
 
 def too_large() -> ApiError:
@@ -88,13 +89,13 @@ class HostGate:
 
 
 class KeyGate:
-    """Asks for `Authorization: Bearer KEY`, or `x-api-key: KEY`, under /v1."""
+    """Asks for `Authorization: Bearer KEY`, or `x-api-key: KEY`, but for the page, and what tells that all is well."""
 
     def __init__(self, app: ASGIApp, key: str):
         self._app, self._key = app, key.strip().encode()  # of a header no space at its ends comes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+        if scope["type"] == "http" and scope["path"] not in OPEN:
             headers = dict(scope["headers"])
             kind, _, given = headers.get(b"authorization", b"").partition(b" ")
             keys = [given.strip()] if kind.lower() == b"bearer" else []

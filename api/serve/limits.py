@@ -24,7 +24,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask. `key`: what clients must show under /v1; None: nothing, and then the `Host` of a request is an
+    """Who may ask. `key`: what clients must show; None: nothing, and then the `Host` of a request is an
     address, localhost or one of `hosts`. `origins`: of pages elsewhere that a browser lets read the answers.
     """
 

@@ -16,6 +16,7 @@ from accel.ir.errors import InputError, unknown
 from accel.ir.version import VERSION
 from accel.runtime.inputs.chat import check_template
 from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.serve.embedder import Embedder
 from accel.runtime.serve.engine import Engine
 from accel.runtime.serve.opening import opened
 from accel.runtime.serve.phases import Phases
@@ -32,13 +33,15 @@ class Served:
 
     name: str
     model: CompiledModel
-    engine: Engine | Phases
+    engine: Engine | Phases | Embedder
     chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def chats(self) -> bool:
-        """Whether there is a template for messages."""
+        """Whether there is a template for messages, and text comes of them."""
+        if self.model.facts.embedding is not None:
+            return False
         tokenizer = self.model.tokenizer
         return self.chat_template is not None or bool(tokenizer and tokenizer.config.templates)
 
@@ -70,6 +73,7 @@ class Served:
             "max_model_len": facts.max_context,
             "max_batch": self.engine.max_batch,
             "chat": self.chats,
+            "embedding": None if facts.embedding is None else facts.embedding.width,
             "recipe": recipe.get("name"),
             "about": recipe.get("about"),
             "methods": methods,

@@ -16,6 +16,7 @@ from accel.serve.schemas import ChatRequest
 from accel.serve.tools import as_templates_want
 
 PER_TOKEN = 16  # characters of a text that is looked at first, for each token of the context
+MOST_TEXTS = 2048  # of a request that asks for vectors, as OpenAI's
 _MARK = "\ue0a5\uf1c3\ue2d7"  # of no script: no text and no template has it
 _TAKEN = {*inspect.signature(Tokenizer.apply_chat_template).parameters, "config"}
 _VARIABLES = {"add_generation_prompt"}  # of a template's own names, those that a client may set
@@ -29,12 +30,27 @@ def count(prompt: Any) -> int:
         raise ApiError(400, str(error), param="prompt") from None
 
 
+def of_texts(inputs: Any, served: Served) -> list[Ints]:
+    """The texts [n] of what becomes vectors. Raises ApiError."""
+    try:
+        items = items_of(inputs, "texts")
+    except InputError as error:
+        raise ApiError(400, f"input: {error}", param="input") from None
+    if len(items) > MOST_TEXTS:
+        told = f"input has {len(items):,} texts; give at most {MOST_TEXTS:,} in a request"
+        raise ApiError(400, told, param="input")
+    for i, text in enumerate(items):
+        if isinstance(text, str):
+            check_length(text, served, "input", f"text {i}")
+    return checked(inputs, served, "input", "text")
+
+
 def of_completion(prompt: Any, served: Served) -> list[Ints]:
     """The prompts [n] of a completion. Raises ApiError."""
     for text in items_of(prompt, "prompts"):
         if isinstance(text, str):
-            _check_length(text, served, "prompt")
-    return _checked(prompt, served, "prompt")
+            check_length(text, served, "prompt")
+    return checked(prompt, served, "prompt")
 
 
 def texts(prompt: Any, served: Served) -> list[str]:
@@ -88,7 +104,7 @@ def of_chat(
         text = _up_to_mark(text) if go_on else text
     except InputError as error:
         raise ApiError(400, str(error), param="messages") from None
-    _check_length(text, served, "messages")
+    check_length(text, served, "messages")
     return text
 
 
@@ -104,7 +120,7 @@ def encoded(text: str, served: Served) -> Sequence[int]:
 
 def fitting(tokens: Sequence[int], served: Served) -> Ints:
     """The prompt [n] of a chat, which has to fit into the context. Raises ApiError."""
-    (found,) = _checked(tokens, served, "messages")
+    (found,) = checked(tokens, served, "messages")
     return found
 
 
@@ -127,7 +143,7 @@ def _up_to_mark(text: str) -> str:
     return before
 
 
-def _check_length(text: str, served: Served, param: str) -> None:
+def check_length(text: str, served: Served, param: str, what: str = "the prompt") -> None:
     """Raise ApiError for a text far past the context, before all of it is encoded: tokens take a hundred times the
     memory of their text. A cut changes the last tokens of a part only, so twice the context is past any doubt.
     """
@@ -138,7 +154,7 @@ def _check_length(text: str, served: Served, param: str) -> None:
         if len(tokenizer.encode(text[:size], special=False)) > 2 * most:
             raise ApiError(
                 400,
-                f"the prompt has far more tokens than max_context = {most}; shorten it, or build with more: "
+                f"{what} has far more tokens than max_context = {most}; shorten it, or build with more: "
                 "max_context=…",
                 param=param,
                 code="context_length_exceeded",
@@ -172,10 +188,10 @@ def _plain(message: Mapping[str, Any], i: int) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-def _checked(prompts: Any, served: Served, param: str) -> list[Ints]:
-    """Prompts as token ids [n]. Raises ApiError."""
+def checked(prompts: Any, served: Served, param: str, what: str = "prompt") -> list[Ints]:
+    """Prompts as token ids [n]; `what`: they are, in errors. Raises ApiError."""
     try:
-        return as_prompts(prompts, served.model.facts, served.model.tokenizer)
+        return as_prompts(prompts, served.model.facts, served.model.tokenizer, what=what)
     except InputError as error:
         code = "context_length_exceeded" if "max_context" in str(error) else None
         raise ApiError(400, str(error), param=param, code=code) from None

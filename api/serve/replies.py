@@ -14,6 +14,7 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.serve.engine import Event, Ticket, Usage
 from accel.runtime.serve.reply.machine import Machine
 from accel.runtime.serve.reply.parts import Finish, Part, Reasoning, Text, ToolCall
+from accel.serve.scores import of_completion, token_name
 
 Object = dict[str, Any]
 
@@ -113,12 +114,8 @@ class Reply(ABC):
         return {"logprobs": None if self._top is None else self._scores(scores, self._top)}
 
     def _name(self, token: int) -> str:
-        """A token's text; one of bytes that are no text is written as such, so that none looks like another."""
-        data = self._tokenizer.token_bytes(token) or b""
-        try:
-            return data.decode("utf-8") or self._tokenizer.token(token) or ""
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        """As of `token_name`."""
+        return token_name(self._tokenizer, token)
 
     @property
     @abstractmethod
@@ -155,20 +152,9 @@ class CompletionReply(Reply):
         return {"text": part.text}
 
     def _scores(self, scores: Sequence[Score], top: int) -> Object:
-        named = [self._named(one.logprobs) for one in scores]
-        return {
-            "tokens": [next(iter(line)) for line in named],
-            "token_logprobs": [next(iter(line.values())) for line in named],
-            "top_logprobs": named if top else None,
-            "text_offset": [one.offset for one in scores],
-        }
-
-    def _named(self, logprobs: Mapping[int, Logprob]) -> dict[str, float]:
-        """By the text of each token: the one that came, then the likeliest. Of those with one text the first."""
-        named: dict[str, float] = {}
-        for token, one in logprobs.items():
-            named.setdefault(self._name(token), one.logprob)
-        return named
+        lines, offsets = [one.logprobs for one in scores], [one.offset for one in scores]
+        tokens = [next(iter(line)) for line in lines]
+        return of_completion(self._tokenizer, tokens, lines, offsets, top)
 
 
 class ChatReply(Reply):

@@ -12,13 +12,16 @@ from accel.ir.errors import InputError, shown
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.serve.embedder import NO_TEXT
 from accel.runtime.serve.engine import Event, Request, Ticket
 from accel.runtime.serve.reply.machine import Reading
-from accel.serve import prompts, tools
+from accel.serve import infill, prompts, tools
 from accel.serve.constraints import FIELDS, constraint
 from accel.serve.errors import ApiError, of_exception, unsupported
 from accel.serve.models import Served
-from accel.serve.schemas import ChatRequest, CompletionRequest, Generation
+from accel.serve.schemas import ChatRequest, CompletionRequest, Generation, InfillRequest
+from accel.serve.scores import Echo
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 TEMPERATURE = 1.0  # OpenAI's default
@@ -28,7 +31,8 @@ _BAN = -100.0  # the least bias of OpenAI's: the token never comes
 @dataclass(frozen=True)
 class Asked:
     """The prompts of a request [n], and how many samples of each: choice i is of prompt i // samples. `reading`: how
-    they are read; `guide`: what they have to be; `echoes`: the text of each prompt, where answers begin with it.
+    they are read; `guide`: what they have to be; `echoes`: each prompt, where answers begin with it; `ends`: token
+    ids that end them beside those that were asked for, and are no text.
     """
 
     prompts: Sequence[Ints]
@@ -38,7 +42,8 @@ class Asked:
     adapter: str | None
     reading: Reading
     guide: StructuredOutputsParams | None
-    echoes: Sequence[str] = ()
+    echoes: Sequence[Echo] = ()
+    ends: Sequence[int] = ()
     ignored: Sequence[str] = ()
     words: Mapping[str, str] = field(default_factory=dict)
 
@@ -46,15 +51,25 @@ class Asked:
         """Give all choices to the engine, or none. Raises Full, ApiError, AccelError."""
         tickets: list[Ticket] = []
         try:
-            params = _params(self.asked, self.served, self.guide)
-            marks = frozenset(self.reading.marks.values())
+            params = _params(self.asked, self.served, self.guide, self.ends)
+            marks = frozenset([*self.reading.marks.values(), *self.ends])
+            scored = _scored(self.asked)
             for prompt in self.prompts:
                 for sample in range(self.samples):
-                    if self.asked.max_tokens == 0 and isinstance(self.asked, CompletionRequest):
+                    nothing = self.asked.max_tokens == 0 and isinstance(
+                        self.asked, CompletionRequest
+                    )
+                    if nothing and scored is None:
                         tickets.append(_ended(prompt))
                         continue
                     request = Request(
-                        prompt, params, adapter=self.adapter, sample=sample, marks=marks
+                        prompt,
+                        params,
+                        adapter=self.adapter,
+                        sample=sample,
+                        marks=marks,
+                        prompt_logprobs=scored,
+                        only_prompt=nothing,
                     )
                     tickets.append(self.served.engine.submit(request))
         except BaseException as error:
@@ -68,22 +83,55 @@ class Asked:
         return tickets
 
 
+def check_makes_text(served: Served) -> None:
+    """Raise ApiError for a model of vectors."""
+    if served.model.facts.embedding is not None:
+        raise ApiError(400, f"{served.name}: {NO_TEXT}", param="model")
+
+
+def of_infill(asked: InfillRequest, served: Served, adapter: str | None) -> Asked:
+    """Raises ApiError."""
+    check_makes_text(served)
+    for name in ("stream", "suffix", "echo"):
+        if getattr(asked, name):
+            raise unsupported(name)
+    room = served.model.facts.max_context
+    limit = room if asked.n_predict in (None, -1) else asked.n_predict
+    samples = _samples(asked, served)
+    found, ends = infill.of_completion(
+        asked.input_prefix + asked.prompt,
+        asked.input_suffix,
+        served,
+        [(one.filename or "file", one.text) for one in asked.input_extra or ()],
+        min(limit or 0, room // 4),
+    )
+    asked = asked.model_copy(update={"max_tokens": limit})
+    reading = Reading(_tokenizer(served))
+    return Asked(found, samples, asked, served, adapter, reading, _constraint(asked), ends=ends)
+
+
 def of_completion(asked: CompletionRequest, served: Served, adapter: str | None) -> Asked:
     """Raises ApiError."""
-    if asked.suffix:
-        raise unsupported("suffix")
-    if asked.echo and asked.logprobs is not None:
-        told = "echo with logprobs is not supported: those of a prompt are not told; leave one out"
-        raise ApiError(400, told, param="echo", code="unsupported_parameter")
+    check_makes_text(served)
+    if asked.suffix and asked.echo:
+        told = "echo gives the prompt before the answer, and suffix lies behind it; leave out one"
+        raise ApiError(400, told, param="echo")
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise unsupported("best_of")
     samples = _samples(asked, served)
     _check_texts(prompts.count(asked.prompt) * samples, served)
-    found = prompts.of_completion(asked.prompt, served)
-    echoes = prompts.texts(asked.prompt, served) if asked.echo else ()
-    assert served.model.tokenizer is not None, "the command refuses models without"
-    reading = Reading(served.model.tokenizer)
-    return Asked(found, samples, asked, served, adapter, reading, _constraint(asked), echoes)
+    ends = list[int]()
+    if asked.suffix:
+        found, ends = infill.of_completion(asked.prompt, asked.suffix, served)
+    else:
+        found = prompts.of_completion(asked.prompt, served)
+    tokenizer = _tokenizer(served)
+    reading, echoes = Reading(tokenizer), list[Echo]()
+    if asked.echo:
+        texts = zip(prompts.texts(asked.prompt, served), found, strict=True)
+        echoes = [Echo(tokenizer, text, ids.tolist(), asked.logprobs) for text, ids in texts]
+    guide = _constraint(asked)
+    return Asked(found, samples, asked, served, adapter, reading, guide, echoes, ends)
 
 
 def of_chat(
@@ -95,6 +143,7 @@ def of_chat(
     ignored: Sequence[str] = (),
 ) -> Asked:
     """`words`, `ignored`: as of `Asked`. Raises ApiError, AccelError."""
+    check_makes_text(served)
     if asked.functions:
         raise unsupported("functions")
     if asked.top_logprobs is not None and not asked.logprobs:
@@ -143,6 +192,22 @@ def top(asked: Generation) -> int | None:
         return (asked.top_logprobs or 0) if asked.logprobs else None
     assert isinstance(asked, CompletionRequest)
     return asked.logprobs
+
+
+def _tokenizer(served: Served) -> Tokenizer:
+    assert served.model.tokenizer is not None, "the command refuses models without"
+    return served.model.tokenizer
+
+
+def _scored(asked: Generation) -> int | None:
+    """Of how many likely tokens log-probabilities are to be told beside each one of the prompt; None: of none at all.
+    Raises ApiError.
+    """
+    if asked.prompt_logprobs is not None and asked.stream:
+        told = "prompt_logprobs are not told in a stream; leave out one of them"
+        raise ApiError(400, told, param="prompt_logprobs")
+    echoed = asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None
+    return max((one for one in (asked.prompt_logprobs, echoed) if one is not None), default=None)
 
 
 def _samples(asked: Generation, served: Served) -> int:
@@ -196,6 +261,7 @@ def _in_their_words(error: InputError, asked: Generation) -> ApiError:
         *(("structured_outputs", name) for name in FIELDS),
         *([("structured_outputs", "tools")] if tooled else []),
         ("max_tokens", "max_completion_tokens"),
+        ("max_tokens", "n_predict"),
     ):
         if text.startswith(own) and getattr(asked, theirs, None) is not None:
             error = InputError(theirs + text.removeprefix(own))
@@ -204,7 +270,7 @@ def _in_their_words(error: InputError, asked: Generation) -> ApiError:
 
 
 def _params(
-    asked: Generation, served: Served, guide: StructuredOutputsParams | None
+    asked: Generation, served: Served, guide: StructuredOutputsParams | None, ends: Sequence[int]
 ) -> SamplingParams:
     """The options of each text. Raises InputError, ApiError."""
     limit = asked.max_tokens
@@ -225,7 +291,7 @@ def _params(
         frequency_penalty=asked.frequency_penalty or 0.0,
         seed=None if asked.seed is None else asked.seed % (1 << 64),  # OpenAI's may be negative
         stop=asked.stop or None,
-        stop_token_ids=asked.stop_token_ids or (),
+        stop_token_ids=[*(asked.stop_token_ids or ()), *ends],
         ignore_eos=bool(asked.ignore_eos),
         logprobs=top(asked),
         logit_bias=_bias(asked.logit_bias),

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from accel.serve.scores import MOST
+
 T = TypeVar("T")
 Listed = Annotated[
     list[T], Field(fail_fast=True)
@@ -94,10 +96,10 @@ class Generation(ForReply):
     guided_grammar: str | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
     min_tokens: Refused = None
     bad_words: Refused = None
     allowed_token_ids: Refused = None
-    prompt_logprobs: Refused = None
     guided_whitespace_pattern: Refused = None
     structural_tag: Refused = None
     use_beam_search: Refused = None
@@ -112,10 +114,69 @@ class CompletionRequest(Generation):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
 
     prompt: Any
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+
+
+class ExtraFile(Schema):
+    """Another file, of `input_extra`."""
+
+    text: str
+    filename: str | None = None
+
+
+class InfillRequest(CompletionRequest):
+    """POST /infill, llama.cpp's. `prompt`: what of the gap is written already."""
+
+    prompt: str = ""
+    input_prefix: str
+    input_suffix: str
+    input_extra: Listed[ExtraFile] | None = None
+    n_predict: int | None = None
+    n_indent: Unused = None
+    id_slot: Unused = None
+    cache_prompt: Unused = None
+    samplers: Unused = None
+    response_fields: Unused = None
+    t_max_prompt_ms: Unused = None
+    t_max_predict_ms: Unused = None
+
+
+class TokenizeRequest(Schema):
+    """POST /tokenize: vLLM's, of a `prompt` or of `messages`, or llama.cpp's, of `content`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: Listed[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Listed[Any] | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    parse_special: Refused = None
+
+
+class DetokenizeRequest(Schema):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Listed[int]
+
+
+class EmbeddingRequest(Schema):
+    """POST /v1/embeddings. `input`: text, token ids, or a list of either."""
+
+    model: str | None = None
+    input: Any
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: Unused = None
 
 
 class ChatRequest(Generation):
@@ -126,7 +187,7 @@ class ChatRequest(Generation):
     messages: Listed[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST)] | None = None
     tools: Listed[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from accel.ir.capture.logits import logits_of
+from accel.ir.capture.logits import logits_of, vectors_of
 from accel.ir.capture.traits import Interface, ModelTraits
 
 
@@ -33,7 +33,9 @@ class Passing:
 
 
 class Adapter(nn.Module):
-    """`forward(tokens, positions) -> logits` around any decoder; names of parameters stay the user's."""
+    """`forward(tokens, positions) -> logits` around any decoder, or the last vectors of a model that embeds; names of
+    parameters stay the user's.
+    """
 
     def __init__(self, model: nn.Module, traits: ModelTraits):
         super().__init__()
@@ -42,6 +44,7 @@ class Adapter(nn.Module):
         self.position_name = traits.position_name
         self.paddings = traits.paddings
         self.shares = traits.shares_kv
+        self.read = logits_of if traits.embedding is None else vectors_of
         self.offset = 0
         self.writes = False  # whether the module writes into the positions that it is given
 
@@ -80,8 +83,8 @@ class Adapter(nn.Module):
             extra["use_cache"] = False
             if self.shares:
                 extra["past_key_values"] = Passing()
-            return logits_of(self.model(input_ids=tokens, **extra))
-        return logits_of(self.model(tokens, **extra))
+            return self.read(self.model(input_ids=tokens, **extra))
+        return self.read(self.model(tokens, **extra))
 
 
 class EncoderDecoder(Adapter):

@@ -47,7 +47,7 @@ def _nearest(model_type: str) -> str:
 
 def no_logits(traits: ModelTraits) -> str:
     """What to add where a model's forward returns no logits."""
-    if not traits.hugging_face:
+    if not traits.hugging_face or traits.embedding is not None:
         return ""
     return f"; the nearest to {traits.name} is {_nearest(traits.config['model_type'])}"
 
@@ -72,7 +72,7 @@ def both_ways(
     Raises:
         CaptureError: the two rows differ before their last token.
     """
-    if not _differ(logits) or not torch.allclose(run(), logits, 1e-3, 1e-4):  # chance, or state
+    if not sees_later(run, logits):
         return None
     if traits.diffusion is not None:
         if traits.diffusion.mask >= (size := logits.shape[-1]):
@@ -86,6 +86,13 @@ def both_ways(
         f"tokens, so it cannot be decoded token by token; {_causal_form(traits)}. A masked-diffusion model "
         "(LLaDA, Dream) must have config.mask_token_id"
     )
+
+
+def sees_later(run: Callable[[], Tensor], logits: Tensor) -> bool:
+    """Whether a token depends on later ones: the rows of `alike` tokens differ before their last one, and not by chance
+    or state. As of `both_ways`.
+    """
+    return _differ(logits) and torch.allclose(run(), logits, 1e-3, 1e-4)
 
 
 def _differ(value: Tensor) -> bool:

@@ -7,7 +7,7 @@ import io
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from accel.ir.capture.adapter import Adapter, UsersProgram
-from accel.ir.capture.decoder_checks import alike, both_ways, no_logits
+from accel.ir.capture.decoder_checks import alike, both_ways, no_logits, sees_later
 from accel.ir.capture.examples import encoder_example, example
 from accel.ir.capture.exported import first_names
 from accel.ir.capture.flex import flex_written_out
@@ -63,10 +63,15 @@ def export(model: Prepared, traits: ModelTraits, whole: bool = False) -> Exporte
     adapter, facts = model.adapter, traits.facts()
     given = _inputs(traits)
     logits = _settled(model, adapter, traits, given)
-    facts.diffusion = both_ways(adapter.model, traits, lambda: model(*given.values()), logits)
+    if facts.embedding is None:
+        facts.diffusion = both_ways(adapter.model, traits, lambda: model(*given.values()), logits)
+    else:
+        looks = sees_later(lambda: model(*given.values()), logits)
+        facts.embedding = replace(facts.embedding, width=int(logits.shape[-1]), both_ways=looks)
     with torch.no_grad(), forms(adapter.model, traits.swaps.forms):
         program, repeated = _export(adapter, traits, given, facts, whole)
-    facts.set_vocabulary(int(logits.shape[-1]))
+    if facts.embedding is None:
+        facts.set_vocabulary(int(logits.shape[-1]))
     facts.notes += [*model.notes, *traits.encoder_notes]
     tensors = dict(_named_tensors(adapter))
     stored = {n: model.stored[t] for n, t in tensors.items() if t in model.stored}

@@ -16,6 +16,7 @@ from accel.ir.capture.forms import Form, forms_of, is_chunked
 from accel.ir.capture.length_limits import is_indexer, limit_of, turns_anew
 from accel.ir.capture.traits import Kind, Limit, ModelTraits, Swaps
 from accel.ir.diffusion import diffusion_of
+from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
 
@@ -27,17 +28,22 @@ _POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
-def inspect(model: object, max_context: int = 2048) -> ModelTraits:
+def inspect(
+    model: object, max_context: int = 2048, embedding: Embedding | None = None
+) -> ModelTraits:
     """Read a model; what would be refused is noted, not raised.
 
     Args:
         model: what `capture` takes; a module's weights may be on the meta device.
         max_context: the longest sequence that the program will be asked for.
+        embedding: how its vectors become that of a text, where it gives vectors and not logits.
 
     Raises:
         CaptureError: it is no model at all.
     """
     if isinstance(model, ExportedProgram):
+        if embedding is not None:
+            raise CaptureError("pooling: an ExportedProgram gives logits; give the module itself")
         return _of_program(model, max_context)
     model = unwrapped(model)
     if not isinstance(model, nn.Module):
@@ -45,7 +51,7 @@ def inspect(model: object, max_context: int = 2048) -> ModelTraits:
             f"cannot capture a {type(model).__name__}; give an nn.Module, a Hugging Face model "
             "directory, or a torch.export ExportedProgram"
         )
-    return _of_module(model, max_context)
+    return _of_module(model, max_context, embedding)
 
 
 def unwrapped(model: Any) -> Any:
@@ -68,7 +74,9 @@ def _of_program(program: ExportedProgram, max_context: int) -> ModelTraits:
     )
 
 
-def _of_module(model: nn.Module, max_context: int) -> ModelTraits:
+def _of_module(
+    model: nn.Module, max_context: int, embedding: Embedding | None = None
+) -> ModelTraits:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     arguments = list(signature(model.forward).parameters)
@@ -82,6 +90,10 @@ def _of_module(model: nn.Module, max_context: int) -> ModelTraits:
     swaps = _swaps(model, modules, text, kind)
     try:
         _refuse(model, kind, arguments)
+        if kind is Kind.ENCODER_DECODER and embedding is not None:
+            raise CaptureError(
+                f"{type(model).__name__} is an encoder-decoder; texts become vectors by an encoder or a decoder alone"
+            )
         if kind is Kind.ENCODER_DECODER:
             encoder = encoder_facts(model, max_context, notes)
         # in the order of the modules, as the notes on them are
@@ -106,7 +118,8 @@ def _of_module(model: nn.Module, max_context: int) -> ModelTraits:
         limits=tuple(limit for limit in limits if limit[0] < max_context),
         eos=() if eos is None else tuple(int(e) for e in (eos if isinstance(eos, list) else [eos])),
         bos=bos if isinstance(bos, int) else None,
-        diffusion=diffusion_of(text),
+        diffusion=None if embedding is not None else diffusion_of(text),
+        embedding=embedding,
         parameters=sum({p.data_ptr(): p.numel() for p in model.parameters()}.values()),
         config=_as_json(config),
         encoder=encoder,

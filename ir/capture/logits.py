@@ -18,6 +18,17 @@ def chosen(out: Any) -> Any:
     return out[0] if isinstance(out, (tuple, list)) and out else out
 
 
+def vectors_of(out: Any) -> Tensor:
+    """The last vectors [B,T,E] in whatever a forward returns: a tensor, or an object with `.last_hidden_state`."""
+    found = getattr(out, "last_hidden_state", out)
+    if not isinstance(found, Tensor) or found.dim() != 3 or not found.is_floating_point():
+        raise CaptureError(
+            f"forward returned {type(out).__name__}, not a vector for each token [B,T,E]; give a model without a head, "
+            "as AutoModel loads it, whose forward returns them or an object with `.last_hidden_state`"
+        )
+    return found
+
+
 def logits_of(out: Any) -> Tensor:
     """The logits in whatever a forward returns: a tensor, an object with `.logits`, a tuple or dict."""
     given, out = type(out).__name__, chosen(out)

@@ -9,6 +9,7 @@ from typing import Any
 
 from accel.ir.capture.forms import Form
 from accel.ir.diffusion import Diffusion
+from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
 from accel.ir.facts import Facts
@@ -70,6 +71,7 @@ class ModelTraits:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     diffusion: Diffusion | None = None
+    embedding: Embedding | None = None  # it gives vectors in place of logits
     parameters: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     encoder: EncoderFacts | None = None
@@ -105,6 +107,7 @@ class ModelTraits:
             config=dict(self.config),
             encoder=self.encoder,
             diffusion=self.diffusion,
+            embedding=self.embedding,
         )
         if self.own_limit is not None and self.own_limit < facts.max_context:
             facts.max_context = self.own_limit

@@ -56,15 +56,15 @@ class Cache(Pass):
                 "and the recurrences that it has an operator for"
             )
         for node in attentions:
-            if _looks_ahead(program, node) and program.facts.diffusion is None:
+            if _looks_ahead(program, node) and not program.facts.both_ways:
                 raise PassError(
                     f"{node.name} lets a token attend to later tokens, so it cannot be decoded "
                     "token by token; accel needs causal attention"
                 )
-        if program.facts.diffusion is not None and len(attentions) < sum(map(len, groups)):
+        if program.facts.both_ways and len(attentions) < sum(map(len, groups)):
             raise PassError(
-                "a recurrence runs from token to token, but a masked-diffusion model rewrites tokens "
-                "in the middle; accel supports such models with attention only"
+                "a recurrence runs from token to token, but tokens of this model see later ones; accel supports "
+                "such models with attention only"
             )
         letters = {"B": step.input("tokens").meta["val"].shape[0], "C": editor.symbol("C", _SLOTS)}
         slots = editor.placeholder("slots", (letters["B"],), torch.int64)

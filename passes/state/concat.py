@@ -58,11 +58,9 @@ class Concat(Pass):
             return Report(refused=["onnxruntime-genai does not support draft trees"])
         if program.facts.prefill is not None:
             return Report(refused=["onnxruntime-genai does not prune prompts"])
-        if program.facts.diffusion is not None:
+        if program.facts.both_ways or program.facts.embedding is not None:
             return Report(
-                refused=[
-                    "onnxruntime-genai decodes token by token, but this is a masked-diffusion model"
-                ]
+                refused=["onnxruntime-genai decodes token by token, which this model does not"]
             )
         if any(layer.shares is not None for layer in program.facts.layers):
             return Report(

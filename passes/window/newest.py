@@ -56,9 +56,7 @@ class Newest(Base):
     )
 
     def run(self, program: Program) -> Report:
-        if program.facts.diffusion is not None or any(
-            s.part is Part.RECURRENT for s in program.state
-        ):
+        if program.facts.both_ways or any(s.part is Part.RECURRENT for s in program.state):
             return Report(
                 refused=[
                     "sessions of this model run tokens again that its layers with a window would no longer see"

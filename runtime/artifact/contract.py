@@ -132,9 +132,10 @@ def _check_signature(
             f"{name}: graph and {MANIFEST} disagree on {', '.join(sorted(wrong)[:4])}; {BUILD_AGAIN}"
         )
     logits = graph.outputs.get(LOGITS)
-    if logits is not None and (logits.shape or (None,))[-1] != facts.vocab_size:
+    if logits is not None and (logits.shape or (None,))[-1] != facts.width:
+        field = "vocab_size" if facts.embedding is None else "embedding.width"
         raise ArtifactError(
-            f"{name} gives logits {_shown(logits)}, but model.vocab_size in {MANIFEST} is {facts.vocab_size}; "
+            f"{name} gives logits {_shown(logits)}, but model.{field} in {MANIFEST} is {facts.width}; "
             f"{BUILD_AGAIN}"
         )
     for value in [state[n] for n in graph.inputs if n in state]:

@@ -17,18 +17,23 @@ MOST_STOPS, LONGEST_STOP = 64, 1024  # all are looked for at every token
 
 
 def as_prompts(
-    value: Any, facts: Facts, tokenizer: Tokenizer | None, start: Sequence[int] | None = None
+    value: Any,
+    facts: Facts,
+    tokenizer: Tokenizer | None,
+    start: Sequence[int] | None = None,
+    what: str = "prompt",
 ) -> list[Ints]:
     """One array [n] per prompt: from a str, token ids (list, array, tensor [n]), a list of those,
-    or an array [B,n]. `start`: the tokens that go before a text, in place of the tokenizer's own.
+    or an array [B,n]. `start`: the tokens that go before a text, in place of the tokenizer's own. `what`: the
+    name of one in errors.
 
     Raises InputError for an empty, too long or out-of-vocabulary prompt, and for text without a
     tokenizer.
     """
-    items = items_of(value, "prompts")
-    prompts = [_one(item, i, tokenizer, start) for i, item in enumerate(items)]
+    items = items_of(value, f"{what}s")
+    prompts = [_one(item, f"{what} {i}", tokenizer, start) for i, item in enumerate(items)]
     for i, prompt in enumerate(prompts):
-        name = f"prompt {i}"
+        name = f"{what} {i}"
         if not prompt.size:
             raise InputError(
                 f"{name} is empty; give at least one token, such as the model's bos token"
@@ -158,18 +163,18 @@ def _scalar(value: Any) -> bool:
     return isinstance(value, numbers.Number) or getattr(value, "ndim", None) == 0
 
 
-def _one(value: Any, index: int, tokenizer: Tokenizer | None, start: Sequence[int] | None) -> Ints:
+def _one(value: Any, name: str, tokenizer: Tokenizer | None, start: Sequence[int] | None) -> Ints:
     """One prompt as token ids [n]."""
     if is_text(value):
         if tokenizer is None:
             raise InputError(
-                f"prompt {index} is text, but this model has no tokenizer; "
+                f"{name} is text, but this model has no tokenizer; "
                 "give token ids, or build with tokenizer=…"
             )
         if start is not None:
             return np.array([*start, *tokenizer.encode(value, special=False)], np.int64)
         return np.array(tokenizer.encode(value) if value else [], np.int64)
-    ids = as_ints(value, f"prompt {index}")
+    ids = as_ints(value, name)
     if ids.ndim != 1:
-        raise InputError(f"prompt {index} has shape {list(ids.shape)}; give token ids [n]")
+        raise InputError(f"{name} has shape {list(ids.shape)}; give token ids [n]")
     return ids

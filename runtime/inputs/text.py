@@ -144,11 +144,11 @@ class Tokenizer:
         )
         return self.encode(text, special=False) if tokenize else text
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, special ones left out."""
+    def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """The text of tokens; `special`: as the vocabulary writes the special ones, which are left out else."""
         ids = [int(t) for t in tokens]
         with _told(InputError, "the model's tokenizer cannot decode these tokens"):
-            text: str = self._inner.decode(ids, skip_special_tokens=True)
+            text: str = self._inner.decode(ids, skip_special_tokens=not special)
         return text
 
     @property
@@ -166,6 +166,11 @@ class Tokenizer:
     def token(self, index: int) -> str | None:
         """How the vocabulary writes a token; None for a number that it lacks."""
         found: str | None = self._inner.id_to_token(index)
+        return found
+
+    def index(self, token: str) -> int | None:
+        """The number of a token as the vocabulary writes it, added ones too; None for one that it lacks."""
+        found: int | None = self._inner.token_to_id(token)
         return found
 
     def token_bytes(self, index: int) -> bytes | None:

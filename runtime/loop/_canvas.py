@@ -56,7 +56,7 @@ class Canvas:
         self, session: Session, rows: list[Row], block: int, cache: str, branches: int = 1
     ):
         canvas = session.observer(CanvasState)
-        if canvas is None:
+        if canvas is None or canvas.diffusion is None:
             raise InputError(
                 "this loop needs a masked-diffusion model, but the model decodes token by token; "
                 "build it with loop = autoregressive"

@@ -17,18 +17,12 @@ from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.prompts import prompted
 from accel.runtime.decode.row import Row
+from accel.runtime.inputs.infill import FORMS, forms_of
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import Base
 from accel.runtime.session.session import Session
 
-# How models that fill in the middle write: before the prefix, the suffix, the middle; at the middle's end.
-SENTINELS = (
-    ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"),  # Code Llama
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>"),  # StarCoder
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>"),  # Qwen, CodeGemma
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "<｜end▁of▁sentence｜>"),  # DeepSeek
-)
 REPEATS = 0.1  # text that zlib makes shorter than that says the same again and again
 
 
@@ -124,12 +118,12 @@ class _Marks(NamedTuple):
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> _Marks:
         """Raises InputError where there are none."""
-        known = {} if tokenizer is None else tokenizer.vocabulary
-        for prefix, suffix, middle, end in SENTINELS:
-            if all(name in known for name in (prefix, suffix, middle)):
-                return cls(known[prefix], known[suffix], known[middle], known.get(end))
+        for form, known in forms_of(tokenizer):
+            if form.middle:
+                ends = known.get(form.ends[0]) if form.ends else None
+                return cls(known[form.prefix], known[form.suffix], known[form.middle], ends)
         what = "has no tokenizer" if tokenizer is None else "has a tokenizer without them"
-        told = "; ".join(", ".join(names[:3]) for names in SENTINELS)
+        told = "; ".join(", ".join(form.marks) for form in FORMS if form.middle)
         raise InputError(
             f"loop.self-infill needs the sentinels of a model that infills ({told}), and this model {what}; "
             "give such a model, or build with loop = autoregressive"

@@ -20,7 +20,9 @@ from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
 from accel.runtime.decode.judge import Judge, JudgeFunction
+from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.decode.pool import groups
+from accel.runtime.decode.prompt_scores import PromptScores
 from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
 from accel.runtime.inputs.encoder_inputs import encoder_rows
 from accel.runtime.inputs.ints import Ints, as_ints
@@ -36,12 +38,14 @@ from accel.runtime.loop import HOST, chosen
 from accel.runtime.loop import Base as Loop
 from accel.runtime.model.adapters import Adapters
 from accel.runtime.model.chat import Chat
+from accel.runtime.model.embed import Vectors, embedded, embedding_of
 from accel.runtime.model.meter import Meter
 from accel.runtime.model.notebook import model_table
 from accel.runtime.model.output import Output
 from accel.runtime.model.requests import (
     RequestOptions,
     Sources,
+    check_makes_text,
     check_one_each,
     parse_options,
     prompt_behind,
@@ -203,6 +207,7 @@ class CompiledModel:
         Raises:
             InputError: the model has no tokenizer or no such adapter, or its kind cannot hold a conversation.
         """
+        check_makes_text(self.facts)
         if self.tokenizer is None:
             raise InputError(
                 "chat needs a tokenizer, but this model has none; build with tokenizer=…"
@@ -234,6 +239,7 @@ class CompiledModel:
         B may exceed `max_batch`. An encoder-decoder model needs an `encoder_input` per row, as in
         `generate`; `adapter` too is as there. Raises InputError.
         """
+        check_makes_text(self.facts)
         ids = as_ints(tokens, "tokens")
         if ids.ndim != 2 or not ids.size:
             raise InputError(
@@ -249,6 +255,29 @@ class CompiledModel:
             with self._sessions.encoded(own_sources, names[part]) as session:
                 out.append(session.run(ids[part]))
         return out[0] if len(out) == 1 else np.concatenate(out)
+
+    def embed(
+        self,
+        texts: Any,
+        *,
+        dimensions: int | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> Vectors:
+        """Vectors float32 [n,E] of texts, of a model that was built to give them.
+
+        Args:
+            texts: text, token ids [n], or a list of either. Texts of about one length run together, up to `max_batch`.
+            dimensions: give the first so many numbers of each vector, brought to length 1 again, as models that were
+                trained for it (Matryoshka, arXiv:2205.13147) allow. None: all.
+            before: called before each batch; what it raises ends the work.
+
+        Raises:
+            InputError: the model makes text, or a text is empty or longer than `max_context`; with its place.
+        """
+        embedding_of(self.facts)
+        self._sessions.live_backend()
+        ids = as_prompts(texts, self.facts, self.tokenizer, what="text")
+        return embedded(ids, self.facts, self.session, dimensions, before)
 
     def session(self, batch: int = 1, adapter: Any = None) -> Session:
         """An empty session of `batch` rows, at most `max_batch`. Close it or use it in a `with` statement.
@@ -380,9 +409,11 @@ class CompiledModel:
         adapter: str | None = None,
         sample: int = 0,
         marks: frozenset[int] = frozenset(),
+        prompt_logprobs: int | None = None,
     ) -> Prepared:
         """One sample of one prompt, checked before any work, for an engine (`accel.runtime.serve`); arguments as of
-        `generate`. `sample`: which of the samples of this seed; `marks`: see `Transcript`. Raises InputError.
+        `generate`. `sample`: which of the samples of this seed; `marks`: see `Transcript`; `prompt_logprobs`: see
+        `Request`. Raises InputError.
         """
         if params.n != 1:
             raise InputError(
@@ -397,7 +428,16 @@ class CompiledModel:
             row = samples[0].row
             row.rng = row.rng.spawn(sample)[-1]
         names = self._sessions.named(adapter, 1)
-        return Prepared(samples[0], lambda: self._sessions.encoded(sources, names))
+        scores = None
+        if prompt_logprobs is not None:
+            if self._loop.masked_diffusion:
+                raise InputError(
+                    "prompt_logprobs: this model fills masks, so no token of a prompt follows from those before it; "
+                    "leave it unset, or take a causal model"
+                )
+            count = as_count(prompt_logprobs, "prompt_logprobs", 0)
+            scores = PromptScores(samples[0].row.prompt, TopLogprobs(count, self.tokenizer))
+        return Prepared(samples[0], lambda: self._sessions.encoded(sources, names), scores)
 
     @cached_property
     def _costs_before(self) -> Costs | None:

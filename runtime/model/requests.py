@@ -115,6 +115,14 @@ def prompt_behind(
     return np.concatenate([held[0], new])
 
 
+def check_makes_text(facts: Facts) -> None:
+    """Raise InputError where a model gives vectors."""
+    if facts.embedding is not None:
+        raise InputError(
+            f"{facts.name} gives vectors, and no text: use model.embed(texts), or build another model"
+        )
+
+
 def samples_of(
     prompts: Any,
     params: SamplingParams,
@@ -126,6 +134,7 @@ def samples_of(
     """`n` samples of each prompt, each prompt with its own generator from the seed, of which its later samples' are
     spawned. `loop`: the one that will make them; `marks`: see `Transcript`. Raises InputError.
     """
+    check_makes_text(facts)
     loop.check(tokenizer)
     stops = as_stops(params.stop, tokenizer)
     ends, size = params.ends(facts), facts.vocab_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from accel.runtime.decode.prompt_scores import PromptScores
 from accel.runtime.decode.row import Row
 from accel.runtime.model.transcript import Transcript
 from accel.runtime.session.session import Session
@@ -34,7 +35,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A sample that is to be made, and how to open the empty session of one row that it is made in."""
+    """A sample that is to be made, and how to open the empty session of one row that it is made in. `scores`: of its
+    prompt, where they are asked for.
+    """
 
     sample: Sample
     open: Callable[[], Session]
+    scores: PromptScores | None = None

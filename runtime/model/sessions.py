@@ -85,6 +85,7 @@ class Sessions:
                 adapters=names,
                 laid=() if used is None else used.laid,
                 saved=saved,
+                width=self._facts.width,
             )
         except BaseException:
             backend.close()

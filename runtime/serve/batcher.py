@@ -235,11 +235,15 @@ class Batcher:
                 job.tokens = cast(Generator[Any], given)
             else:
                 job.rounds = self._loop.rounds(job.session, [job.row], self._context)
-                if tokens < job.left.size:  # a whole one finds for itself what is known of it
+                # a whole one finds for itself what is known of it; what is scored has to run
+                if tokens < job.left.size and job.scores is None:
                     job.session.reuse(job.left[None])
         if threads is not None:
             job.session.spread(threads)
         left = job.left
+        if job.scores is not None and not self._limits.recompute:
+            with job.prepared.open() as session:  # its own takes the prompt whole
+                job.scores.run(session, job.row.prompt[:-1])
         if self._alone:
             return  # its first token takes them
         if tokens < left.size or job.row.tokens:
@@ -249,10 +253,13 @@ class Batcher:
                 job.session.prompt(part[:, :ahead])
                 part = part[:, ahead:]
             if part.size:
-                job.session.run(part, last_only=True)
+                job.run(part[0])
         else:
-            assert job.rounds is not None
-            list(job.rounds.start())
+            if job.scores is not None:
+                job.run(left[:-1])
+            if not job.only_prompt:
+                assert job.rounds is not None
+                list(job.rounds.start())
 
     def _ran_prompt(self, job: Job, tokens: int) -> None:
         """So many tokens of it ran: what comes of it, in the engine's own thread."""
@@ -260,7 +267,9 @@ class Batcher:
         job.ran(tokens)
         reused = int(job.session.stats["reused"]) if whole and job.session is not None else 0
         job.ticket.reuse(reused)
-        if self._alone:
+        if whole and job.only_prompt:
+            job.stop()
+        elif self._alone:
             self._pull(job)
         elif whole:
             self._tell([job])

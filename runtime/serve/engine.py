@@ -115,6 +115,7 @@ class Engine:
             adapter=request.adapter,
             sample=request.sample,
             marks=request.marks,
+            prompt_logprobs=request.prompt_logprobs if handoff is None else None,
         )
         row = prepared.sample.row
         if row.finish:
@@ -125,7 +126,7 @@ class Engine:
         ticket = Ticket(int(row.prompt.size), self._wake, listener)
         with self._queue.changed:
             number, now = int(self._queue.counts["requests_total"]), monotonic()
-            job = Job(number, prepared, ticket, now, handoff, hands)
+            job = Job(number, prepared, ticket, now, handoff, hands, request.only_prompt)
             if not self._limits.fits(job.task(0)):
                 raise InputError(
                     f"the request may hold {job.most} tokens, and this engine has room for "

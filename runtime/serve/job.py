@@ -6,6 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+from accel.runtime.decode.prompt_scores import PromptScores
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
@@ -21,7 +22,7 @@ class Job:
     what a loop without rounds gives; `length`: tokens that run before it decodes, of which `computed` ran.
 
     `handoff`: what another engine ran of it; its tokens are known, and were told. `hands`: this engine runs its prompt,
-    and hands it over then.
+    and hands it over then. `only_prompt`: nothing is made.
     """
 
     id: int
@@ -30,13 +31,16 @@ class Job:
     arrived: float
     handoff: Handed | None = None
     hands: bool = False
+    only_prompt: bool = False
 
     def __post_init__(self) -> None:
+        if self.prepared.scores is not None:
+            self.ticket.prompt_logprobs = self.prepared.scores.lines
         self.session: Session | None = None
         self.rounds: Rounds | None = None
         self.tokens: Generator[Any] | None = None
         self.length = int(self.row.prompt.size)
-        self.most = self.length + (0 if self.hands else self.row.left)
+        self.most = self.length + (0 if self.hands or self.only_prompt else self.row.left)
         self.handed = False
         self.computed = self._told = 0
         if self.handoff is not None:
@@ -74,6 +78,25 @@ class Job:
         assert self.session is not None
         self.ticket.hand(Handed(self.session.export_row(), self.row.numbers()))
         self.handed = True
+
+    @property
+    def scores(self) -> PromptScores | None:
+        """Of its prompt, where some are still to be found."""
+        found = self.prepared.scores
+        return None if found is None or found.whole else found
+
+    def run(self, tokens: Ints) -> None:
+        """Run tokens [n] of its prompt in its session, and score what follows them where that is asked for."""
+        assert self.session is not None
+        if (scores := self.scores) is not None:
+            scores.run(self.session, tokens)
+        else:
+            self.session.run(tokens[None], last_only=True)
+
+    def stop(self) -> None:
+        """Its prompt has run, and nothing is made."""
+        self.row.finish = "length"
+        self.ticket.put(Event(-1, "", finish="length"))
 
     def ran(self, tokens: int) -> None:
         """So many more tokens of its prompt ran."""

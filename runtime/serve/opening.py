@@ -14,6 +14,7 @@ from accel.runtime.inputs.prompts import as_count
 from accel.runtime.inputs.tokenizer_config import TOKENIZER
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.model.load import from_artifact
+from accel.runtime.serve.embedder import Embedder
 from accel.runtime.serve.engine import Engine
 from accel.runtime.serve.phases import Phases, serving
 
@@ -28,10 +29,11 @@ def opened(
     kernels: str = AUTO,
     public_key: str | os.PathLike[str] | None = None,
     mapped: bool = False,
-) -> Iterator[tuple[CompiledModel, Engine | Phases]]:
-    """The model of an artifact and an engine over it; arguments as of `load` and `serving`, a larger `max_batch` than
-    the model's is the model's. `mapped`: weights are read where the file is mapped, which processes share, and no copy
-    is packed. Requests that are not over when it closes are cancelled. Raises AccelError.
+) -> Iterator[tuple[CompiledModel, Engine | Phases | Embedder]]:
+    """The model of an artifact and an engine over it (an `Embedder` where texts become vectors); arguments as of `load`
+    and `serving`, a larger `max_batch` than the model's is the model's. `mapped`: weights are read where the file is
+    mapped, which processes share, and no copy is packed. Requests that are not over when it closes are cancelled.
+    Raises AccelError.
     """
     if threads is not None:
         as_count(threads, "threads", 1, MOST_THREADS)
@@ -39,14 +41,18 @@ def opened(
     check_served(artifact)
     with from_artifact(artifact, threads=threads, kernels=kernels, mapped=mapped) as model:
         most = min(max_batch or model.facts.max_batch, model.facts.max_batch)
-        engine = serving(
-            model,
-            max_batch=most,
-            max_waiting=max_waiting,
-            threads=threads,
-            kernels=kernels,
-            public_key=public_key,
-        )
+        engine: Engine | Phases | Embedder
+        if model.facts.embedding is not None:
+            engine = Embedder(model, max_batch=most, max_waiting=max_waiting)
+        else:
+            engine = serving(
+                model,
+                max_batch=most,
+                max_waiting=max_waiting,
+                threads=threads,
+                kernels=kernels,
+                public_key=public_key,
+            )
         try:
             yield model, engine
         finally:

@@ -24,6 +24,7 @@ from accel.runtime.serve.wire import (
     Wire,
     error_from_json,
     event_from_json,
+    prompt_logprobs_from_json,
     request_to_json,
 )
 
@@ -207,6 +208,7 @@ class Phases:
             adapter=request.adapter,
             sample=request.sample,
             marks=request.marks,
+            prompt_logprobs=request.prompt_logprobs,
         ).sample.row
         size = int(row.prompt.size)
         most = size + row.left
@@ -334,6 +336,8 @@ class Phases:
             ticket.stop_reason = message["stop"]
             ticket.count(*message["drafts"])
             ticket.reuse(message["reused"])
+            if "prompt_logprobs" in message:
+                ticket.prompt_logprobs = prompt_logprobs_from_json(message["prompt_logprobs"])
         else:
             event = error_from_json(message)
         over = message["do"] == "error" or message["finish"] is not None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from accel.ir.errors import AccelError
+from accel.ir.errors import AccelError, InputError
 from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.decode.sampling_params import SamplingParams
 
@@ -29,6 +29,9 @@ class Request:
         encoder_input: as of `generate`, for an encoder-decoder model.
         sample: which sample of the prompt: request i of a seed gets the tokens of sample i of `generate(n=…)`.
         marks: token ids whose text is left out of the events'; each has an event with `mark`.
+        prompt_logprobs: tell the log-probability of each token of the prompt and of this many likeliest ones in its
+            place (`Ticket.prompt_logprobs`); None: none.
+        only_prompt: make nothing: the request ends where its prompt is scored, with an event without a token.
     """
 
     prompt: Any
@@ -37,6 +40,12 @@ class Request:
     encoder_input: Any = None
     sample: int = 0
     marks: frozenset[int] = frozenset()
+    prompt_logprobs: int | None = None
+    only_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        if self.only_prompt and self.prompt_logprobs is None:
+            raise InputError("only_prompt ends where the prompt is scored; give prompt_logprobs")
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Event:
     """A token of a request.
 
     Attributes:
-        token: its id; -1 for the end of a request that was cancelled, which has no token.
+        token: its id; -1 for the end of a request that was cancelled or makes nothing, which has no token.
         text: what is certain of the text since the event before; "" without a tokenizer.
         logprobs: of this token, as in `Output.logprobs`; None if they were not requested.
         finish: None while the request runs, then why it ended: "stop" (an end token, a stop string, the end of a
@@ -106,6 +115,8 @@ class Ticket:
         """Whether `cancel` was called."""
         self.stop_reason: int | str | None = None
         """What ended it, as in `Output`; known when the last event was given."""
+        self.prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+        """Of each token of the prompt (None for the first), known with the first event; None: not asked for."""
 
     def __iter__(self) -> Iterator[Event]:
         """Events as they come, until one has a `finish`. Raises what made the request fail."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import IO, Any
 
@@ -82,6 +82,8 @@ def request_to_json(request: Request, prompt: Ints) -> dict[str, Any]:
         "adapter": request.adapter,
         "sample": request.sample,
         "marks": sorted(request.marks),
+        "prompt_logprobs": request.prompt_logprobs,
+        "only_prompt": request.only_prompt,
     }
     plain: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
     return plain
@@ -101,25 +103,42 @@ def request_from_json(data: Mapping[str, Any]) -> Request:
         adapter=data["adapter"],
         sample=data["sample"],
         marks=frozenset(data["marks"]),
+        prompt_logprobs=data["prompt_logprobs"],
+        only_prompt=data["only_prompt"],
     )
 
 
 def event_to_json(event: Event, ticket: Ticket) -> dict[str, Any]:
-    """An event, with what its ticket knows."""
+    """An event, with what its ticket knows; the first one also with what is known of the prompt."""
     found = {"token": event.token, "text": event.text, "finish": event.finish}
     found |= {"mark": event.mark}
     found |= {"stop": ticket.stop_reason, "drafts": [ticket.usage.drafted, ticket.usage.accepted]}
     found["reused"] = ticket.usage.reused
     if event.logprobs is not None:
-        found["logprobs"] = [[token, asdict(one)] for token, one in event.logprobs.items()]
+        found["logprobs"] = _scores_to_json(event.logprobs)
+    if ticket.prompt_logprobs is not None and ticket.usage.completion_tokens <= 1:
+        told = ticket.prompt_logprobs
+        found["prompt_logprobs"] = [None if one is None else _scores_to_json(one) for one in told]
     return found
 
 
 def event_from_json(data: Mapping[str, Any]) -> Event:
     """What `event_to_json` gave."""
-    known = data.get("logprobs")
-    logprobs = None if known is None else {token: Logprob(**one) for token, one in known}
+    logprobs = _scores_from_json(data.get("logprobs"))
     return Event(data["token"], data["text"], logprobs, data["finish"], data["mark"])
+
+
+def prompt_logprobs_from_json(data: Sequence[Any]) -> list[dict[int, Logprob] | None]:
+    """Those of a ticket."""
+    return [_scores_from_json(one) for one in data]
+
+
+def _scores_to_json(scores: Mapping[int, Logprob]) -> list[Any]:
+    return [[token, asdict(one)] for token, one in scores.items()]
+
+
+def _scores_from_json(data: Any) -> dict[int, Logprob] | None:
+    return None if data is None else {token: Logprob(**one) for token, one in data}
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:

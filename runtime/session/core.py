@@ -59,13 +59,17 @@ class SessionCore:
         vocab_size: int,
         max_context: int,
         origin: Any = None,
+        width: int | None = None,
     ):
-        """`origin`: of which model it is (`session.saved.Origin`)."""
+        """`origin`: of which model it is (`session.saved.Origin`). `width`: numbers that a step gives for a token;
+        None: its logits.
+        """
         self.origin = origin
         self.adapters: list[str | None] = [None] * batch  # the name of each row's
         self.laid: tuple[LaidAdapter, ...] = ()  # those of the backend session, in their order
         self.batch = batch
         self.vocab_size = vocab_size
+        self.width = vocab_size if width is None else width
         self.max_context = max_context
         self.observers = tuple(observers)
         self.lengths: Ints = np.zeros(
@@ -139,6 +143,7 @@ class SessionCore:
         other = SessionCore(
             *(self.backend.copy(), self.batch, copies, self.vocab_size, self.max_context),
             self.origin,
+            self.width,
         )
         other.adapters, other.laid = self.adapters, self.laid
         other.lengths, other.kin, other.room = self.lengths.copy(), self.kin, list(self.room)
@@ -152,6 +157,7 @@ class SessionCore:
         other = SessionCore(
             *(self.backend.copy(rows), rows.size, copies, self.vocab_size, self.max_context),
             self.origin,
+            self.width,
         )
         other.adapters, other.laid = [self.adapters[row] for row in rows], self.laid
         other.lengths, other.room = self.lengths[rows], list(self.room)
@@ -439,7 +445,7 @@ class SessionCore:
         start = time.perf_counter()
         want = dict.fromkeys(n for one in asking for n in one.before(backend, tokens.shape[1]))
         if backend.flat and tree is None and not want and pays(real, tokens.size):
-            logits = flat_call(backend, tokens, positions, slots, rows, self.vocab_size)
+            logits = flat_call(backend, tokens, positions, slots, rows, self.width)
             extra = _NOTHING
         else:
             out = backend.step(tokens, positions, slots, rows, want, tree)
@@ -571,7 +577,7 @@ class SessionCore:
         """Graph calls of at most CHUNK columns, from position `first` [B] on, of which `watchers` hear; a row's
         padding gets position -1 and writes no KV that is seen.
         """
-        shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
+        shape = (self.batch, 1 if last_only else ids.shape[1], self.width)
         out = np.zeros(shape, np.float32)
         gone = np.zeros_like(counts)
         if self._stays:  # buffers grow once, not with each part

@@ -19,9 +19,9 @@ def pays(real: int, computed: int) -> bool:
 
 
 def flat_call(
-    backend: BackendSession, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, vocab_size: int
+    backend: BackendSession, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, width: int
 ) -> Logits:
-    """What a step gives (`BackendSession.step`), logits [B,N,V], of a call that is padded on the right."""
+    """What a step gives (`BackendSession.step`), logits [B,N,V] (V: `width`), of a call that is padded on the right."""
     real = positions >= 0
     owner = np.argwhere(real)  # row by row
     number = np.where(real, np.cumsum(real).reshape(real.shape) - 1, -1)
@@ -37,7 +37,7 @@ def flat_call(
         OWNER: owner,
     }
     found = backend.part(FLAT.name, given)[LOGITS][0]
-    logits = np.zeros((*rows.shape, vocab_size), np.float32)
+    logits = np.zeros((*rows.shape, width), np.float32)
     if some.any():
         logits[some] = found
     return logits

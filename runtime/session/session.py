@@ -57,12 +57,13 @@ class Session:
         adapters: Sequence[str | None] | None = None,
         laid: Sequence[LaidAdapter] = (),
         saved: SavedSession | None = None,
+        width: int | None = None,
     ):
         """`observers`: in the order in which they are asked (`observer_factories`). `origin`: the model, for `save`.
         `adapters`: the name of each row's. `laid`: all that rows may use, as the backend has them. `saved`: what it
-        goes on from.
+        goes on from. `width`: numbers that a step gives for a token; None: its logits.
         """
-        self._parts(SessionCore(backend, batch, observers, vocab_size, max_context, origin))
+        self._parts(SessionCore(backend, batch, observers, vocab_size, max_context, origin, width))
         if adapters is not None:
             self._core.adapters, self._core.laid = list(adapters), tuple(laid)
         if saved is not None:

@@ -16,9 +16,9 @@ from accel.ir.recipe import Recipe, bundled
 from accel.ir.tables import Tables
 from accel.lowering.onnx.threads import MOST_THREADS, default_threads
 from accel.passes.trained import Trained
+from accel.runtime.inputs.infill import FORMS
 from accel.runtime.inputs.prompts import LONGEST_STOP, MOST_STOPS
 from accel.runtime.loop import Base
-from accel.runtime.loop.self_infill import SENTINELS
 
 from ..diffusion_case import Filler
 
@@ -261,7 +261,7 @@ def text_tokenizer():
     from tokenizers import models as kinds
 
     vocabulary = {f"w{i}": i for i in range(98)}
-    vocabulary |= {name: 98 + i for i, name in enumerate(SENTINELS[1][:3])}
+    vocabulary |= {name: 98 + i for i, name in enumerate(FORMS[1].marks)}
     tokenizer = Tokenizer(kinds.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer

@@ -45,10 +45,10 @@ from accel.passes.weights._kept import keeping
 from accel.runtime.artifact.artifact import copy_artifact, open_artifact
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import Base as Drafts
+from accel.runtime.inputs.infill import FORMS
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.length._head import Head
 from accel.runtime.loop import HOST
-from accel.runtime.loop.self_infill import SENTINELS
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.model.load import from_artifact
 from accel.runtime.model.output import Output
@@ -257,7 +257,7 @@ def opened(built: CompiledModel) -> Iterator[tuple[CompiledModel, CompiledModel]
 @cache
 def _words(size: int) -> Tokenizer:
     """A tokenizer of so many words, the last of which are sentinels: loops that read text find what they need."""
-    names = SENTINELS[1][:3]
+    names = FORMS[1].marks
     vocabulary = {f"w{i}": i for i in range(size - len(names))}
     vocabulary |= {name: len(vocabulary) + i for i, name in enumerate(names)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))

@@ -6,6 +6,7 @@ from bisect import bisect_right, insort
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,15 @@ def load_streamed(
     pages: Pages,
     notes: list[str],
     every: bool = False,
+    embeds: bool = False,
 ) -> Loaded:
     """Let transformers place the tensors (names, ties, buffers) without reading them. `every`: none may be left over.
+    `embeds`: the model has no head, nor a layer over its first token.
 
     Those that are not float32 are represented by stand-ins, and so are experts that it stacks. Where
     transformers computes otherwise with some, or writes to some, it gets these in memory, in a second round.
     """
-    model, stored, touched, left = _place(path, config, sources, set())
+    model, stored, touched, left = _place(path, config, sources, set(), embeds)
     if left and every:
         raise CaptureError(
             f"{path} has {_some(left)}, for which {type(model).__name__} has no place as the metadata describes it; "
@@ -79,7 +82,7 @@ def load_streamed(
     if touched:
         del model, stored
         pages.release()  # with what was written
-        model, stored, *_ = _place(path, config, sources, touched)
+        model, stored, *_ = _place(path, config, sources, touched, embeds)
     return Loaded(model, stored, notes)
 
 
@@ -95,7 +98,7 @@ class _Copied:
 
 
 def _place(
-    path: Path, config: Any, sources: Mapping[str, Stored], copied: set[str]
+    path: Path, config: Any, sources: Mapping[str, Stored], copied: set[str], embeds: bool
 ) -> tuple[Any, dict[Tensor, Stored], set[str], list[str]]:
     """The model; where those of its tensors lie that are a checkpoint's as they are; the tensors that cannot be had
     so, since transformers made something of them; and those that it did not use.
@@ -112,7 +115,10 @@ def _place(
         elif not as_is:
             stand_ins.add(name)
     with torch.device("meta"):
-        empty = auto_class(config.to_dict()).from_config(deepcopy(config))
+        empty = auto_class(config.to_dict(), embeds).from_config(deepcopy(config))
+        options = {"add_pooling_layer": False} if embeds and _pools(empty) else {}
+        if options:
+            empty = type(empty)(deepcopy(config), **options)
     _check_shapes(path, empty, sources)  # before transformers takes memory for them
     plain = {n: t for n, t in given.items() if n not in copied}
     with _Watch(plain, dict(sources), stand_ins) as watch:
@@ -123,6 +129,7 @@ def _place(
             dtype=torch.float32,
             ignore_mismatched_sizes=True,  # and refused here, by name
             output_loading_info=True,
+            **options,
         )
     _complete(path, model, info)
     if (path / "generation_config.json").is_file():
@@ -137,6 +144,11 @@ def _place(
         if tensor not in stored and (name := watch.name(tensor)) is not None:
             watch.touched |= watch.made_of(name)
     return model, stored, watch.touched, sorted(info["unexpected_keys"])
+
+
+def _pools(model: Any) -> bool:
+    """Whether its class has a layer over the first token, which may be left out."""
+    return "add_pooling_layer" in signature(type(model).__init__).parameters
 
 
 def _check_shapes(path: Path, empty: Any, sources: Mapping[str, Stored]) -> None:

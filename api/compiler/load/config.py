@@ -44,8 +44,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
-    """Refuse a configuration of what is no language model, or needs code that is not trusted.
+def refuse(
+    path: Path, config: dict[str, Any], trust_remote_code: bool = False, embeds: bool = False
+) -> None:
+    """Refuse a configuration of what is no language model, or needs code that is not trusted. `embeds`: it is loaded
+    without a head, so that it may be an encoder.
 
     Raises:
         CaptureError: with the field of config.json, the reason, and the nearest thing that would work.
@@ -63,6 +66,8 @@ def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) 
             f"{path}: config.json has no model_type, so transformers cannot tell what it is; add it, "
             'as in "model_type": "llama"'
         )
+    if embeds:
+        return
     check_type(kind, f"{path}: model_type of config.json", config)
     named = config.get("architectures") or []
     if not isinstance(named, list):
@@ -157,10 +162,13 @@ def encoder_decoder_types() -> dict[str, str]:
     return {**auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, **text}
 
 
-def auto_class(config: dict[str, Any]) -> Any:
-    """The transformers class that loads a configuration's model with its output head."""
+def auto_class(config: dict[str, Any], embeds: bool = False) -> Any:
+    """The transformers class that loads a configuration's model with its output head; `embeds`: without one."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
+
+    if embeds:
+        return transformers.AutoModel
 
     kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
     decoder_only = named in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

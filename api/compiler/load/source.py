@@ -14,6 +14,7 @@ from accel.compiler.load.config import auto_class, quantisation, read_config, re
 from accel.compiler.load.gguf import GgufModel, open_gguf
 from accel.compiler.load.gguf._file import GgufFile, is_gguf, read_gguf
 from accel.compiler.load.quantised import dequantised
+from accel.compiler.load.sentence import SentenceRecipe, sentence_recipe
 from accel.compiler.load.shards import read_shards
 from accel.compiler.load.tokenizer import of_file, of_gguf, read_tokenizer
 from accel.ir.errors import AccelError, CaptureError
@@ -29,8 +30,9 @@ class Source(ABC):
     def __init__(self, path: Path):
         self.path = path
 
-    def load(self, trust_remote_code: bool = False) -> Loaded:
-        """The decoder or encoder-decoder; its weights stay in the files until they are read.
+    def load(self, trust_remote_code: bool = False, embeds: bool = False) -> Loaded:
+        """The decoder or encoder-decoder, or without a head what `embeds`; its weights stay in the files until they are
+        read.
 
         Raises:
             CaptureError: not a model, no such architecture, missing or damaged weights, or a
@@ -38,7 +40,7 @@ class Source(ABC):
         """
         try:
             with _quiet():
-                return self._load(trust_remote_code)
+                return self._load(trust_remote_code, embeds)
         except AccelError:
             raise
         except Exception as error:  # transformers raises many kinds
@@ -47,7 +49,12 @@ class Source(ABC):
             ) from error
 
     @abstractmethod
-    def _load(self, trust_remote_code: bool) -> Loaded: ...
+    def _load(self, trust_remote_code: bool, embeds: bool) -> Loaded: ...
+
+    @property
+    def sentence_recipe(self) -> SentenceRecipe | None:
+        """How the files say that texts become vectors; None: they say nothing of it. Raises CaptureError."""
+        return None
 
     @abstractmethod
     def config(self, trust_remote_code: bool = False) -> Any:
@@ -87,16 +94,20 @@ class Folder(Source):
         """What config.json says. Raises CaptureError."""
         return read_config(self.path)
 
-    def _load(self, trust_remote_code: bool) -> Loaded:
+    @property
+    def sentence_recipe(self) -> SentenceRecipe | None:
+        return sentence_recipe(self.path) if self.path.is_dir() else None
+
+    def _load(self, trust_remote_code: bool, embeds: bool) -> Loaded:
         path, config = self.path, self._json
-        refuse(path, config, trust_remote_code)
+        refuse(path, config, trust_remote_code, embeds)
         told = quantisation(path, config)
         if not self.has_weights:
             raise CaptureError(
                 f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
             )
         if any(config.get(key) for key in _OWN_WAY):
-            return Loaded(load_whole(path, auto_class(config), trust_remote_code), {})
+            return Loaded(load_whole(path, auto_class(config, embeds), trust_remote_code), {})
         shards = read_shards(path)
         stored, notes = stored_tensors(shards), list[str]()
         if told:
@@ -104,13 +115,13 @@ class Folder(Source):
                 stored, notes = dequantised(told, shards.tensors, stored, shards.pages)
             except CaptureError as error:
                 raise CaptureError(f"{path}: {error}") from None
-        found = self.config(trust_remote_code)
-        return load_streamed(path, found, stored, shards.pages, notes)
+        found = self.config(trust_remote_code, embeds)
+        return load_streamed(path, found, stored, shards.pages, notes, embeds=embeds)
 
-    def config(self, trust_remote_code: bool = False) -> Any:
+    def config(self, trust_remote_code: bool = False, embeds: bool = False) -> Any:
         from transformers import AutoConfig
 
-        refuse(self.path, self._json, trust_remote_code)
+        refuse(self.path, self._json, trust_remote_code, embeds)
         try:
             found = AutoConfig.from_pretrained(
                 self.path, local_files_only=True, trust_remote_code=trust_remote_code
@@ -161,7 +172,11 @@ class Gguf(Source):
     def model(self) -> GgufModel:
         return open_gguf(self.file)
 
-    def _load(self, trust_remote_code: bool) -> Loaded:
+    def _load(self, trust_remote_code: bool, embeds: bool) -> Loaded:
+        if embeds:
+            raise CaptureError(
+                f"{self.path} is a GGUF file, of which accel makes no embedding model; give the Hugging Face directory"
+            )
         stored, notes = self.model.weights()
         pages = self.file.pages
         loaded = load_streamed(self.path, self.config(), stored, pages, notes, every=True)

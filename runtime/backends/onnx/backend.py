@@ -125,7 +125,7 @@ class OrtBackend:
         """A backend session for `batch` rows with an empty cache."""
         facts, manifest = self.artifact.facts, self.artifact.manifest
         graphs = Graphs(
-            self.session, self.artifact.state, facts.vocab_size, self.entries, self.other, self.spread, self.encoder,
+            self.session, self.artifact.state, facts.width, self.entries, self.other, self.spread, self.encoder,
             manifest.tile, everything(facts), manifest.keeps_trees(self.tuning.kernels),
         )  # fmt: skip
         return OrtSession(graphs, batch)

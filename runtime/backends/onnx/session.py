@@ -55,7 +55,7 @@ class Graphs:
 
     step: Any
     state: tuple[StateValue, ...]
-    vocab_size: int
+    width: int
     entries: Collection[str]
     other: Callable[[str], Any]
     spread: Callable[[int], Any]
@@ -73,7 +73,7 @@ class OrtSession:
     def __init__(self, graphs: Graphs, batch: int):
         self._graphs = graphs
         self._session = graphs.step  # of the number of threads that it runs with
-        self._state, self._vocab = graphs.state, graphs.vocab_size
+        self._state, self._width = graphs.state, graphs.width
         self.tile, self.trees, self.entries = graphs.tile, graphs.trees, graphs.entries
         self.flat = FLAT.name in graphs.entries
         self.alike = alike(graphs.state)
@@ -119,7 +119,7 @@ class OrtSession:
             name: aligned((batch,) if name == "slots" else (batch, tile), "int64", 0)
             for name in ("tokens", "positions", "slots", "rows")
         }
-        self._logits: Logits = aligned((batch, tile, self._vocab), "float32", 0)
+        self._logits: Logits = aligned((batch, tile, self._width), "float32", 0)
         self._small_values = {n: ort_value(a) for n, a in self._small.items()}
         self._logits_value = ort_value(self._logits)
 
@@ -186,7 +186,7 @@ class OrtSession:
             self._session.run_with_iobinding(self._decode[0])
             self._swap()
             return Outputs(self._logits.copy(), {})
-        logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
+        logits: Logits = aligned((self._batch, rows.shape[1], self._width), "float32")
         given = call_inputs(tokens, positions, slots, rows, tree)
         held = {name: ort_value(np.ascontiguousarray(array)) for name, array in given.items()}
         if self._row is not None:

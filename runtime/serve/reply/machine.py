@@ -76,9 +76,9 @@ class Machine:
     def take(self, event: Event, usage: Usage) -> Iterator[Part]:
         """The parts that a token makes certain; `usage`: of the reply until then."""
         yield from self._text(event.text)
-        if event.mark:
+        if event.mark and (marker := self._names.get(event.token)) is not None:
             yield from self._flush()
-            yield from self._marker(self._names[event.token])
+            yield from self._marker(marker)
         if event.finish is not None:
             yield from self._flush()
             if self._reader is None or not self._reader.begun or event.finish == "stop":

@@ -35,15 +35,15 @@ class CanvasState(SessionObserver, PromptRunner):
     rewrites = True
     capabilities = Capabilities(width=1, chunks=False)  # rows of a call see each other
 
-    def __init__(self, diffusion: Diffusion, batch: int):
+    def __init__(self, diffusion: Diffusion | None, batch: int):
         self.diffusion = diffusion
         self.filled = np.zeros(batch, np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
-        """Of models that fill masks."""
-        diffusion = model.facts.diffusion
-        return None if diffusion is None else ObserverFactory(lambda n: cls(diffusion, n))
+        """Of models that fill masks, and of those that embed and see both ways."""
+        facts = model.facts
+        return ObserverFactory(lambda n: cls(facts.diffusion, n)) if facts.both_ways else None
 
     def write(self, calls: Calls, tokens: Any, start: Any, lengths: Any, rows: Any) -> Logits:
         """See `Session.write`."""

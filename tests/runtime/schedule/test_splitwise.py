@@ -23,11 +23,13 @@ from accel.runtime.serve.request import Event, Ticket
 from accel.runtime.serve.wire import (
     event_from_json,
     event_to_json,
+    prompt_logprobs_from_json,
     request_from_json,
     request_to_json,
 )
 
 from ...once import made_once
+from ..test_prompt_scores import near
 
 # guesses are checked at once; what is looked up only where it would have stood, which in text of this model is rare
 DRAFTS = {"loop": {"use": "jacobi"}}
@@ -199,9 +201,10 @@ def test_a_request_as_json():
         stop_token_ids=np.array([4]),
     )
     told = request_to_json(
-        Request("text", params, sample=2, marks=frozenset({7, 5})), np.array([1, 2])
+        Request("text", params, None, None, 2, frozenset({7, 5}), 3, True), np.array([1, 2])
     )
     again = request_from_json(json.loads(json.dumps(told)))
+    assert (again.prompt_logprobs, again.only_prompt) == (3, True)
     assert again.prompt.tolist() == [1, 2] and again.sample == 2
     assert again.marks == {5, 7}
     assert again.params.logit_bias == params.logit_bias and again.params.temperature == 0.5
@@ -218,8 +221,15 @@ def test_a_request_as_json():
 
 def test_an_event_as_json():
     for event in (Event(7, "a", None, None, True), Event(8, "", {8: Logprob(-0.5, 1)}, "stop")):
-        told = event_to_json(event, Ticket(3, print))
-        assert event_from_json(json.loads(json.dumps(told))) == event
+        ticket = Ticket(3, print)
+        told = event_to_json(event, ticket)
+        assert event_from_json(json.loads(json.dumps(told))) == event and len(told) < 9
+        ticket.prompt_logprobs = [None, {5: Logprob(-1.5, 2, "a")}]
+        told = json.loads(json.dumps(event_to_json(event, ticket)))["prompt_logprobs"]
+        assert prompt_logprobs_from_json(told) == ticket.prompt_logprobs
+        for _ in range(2):
+            ticket.put(event)
+        assert "prompt_logprobs" not in event_to_json(event, ticket), "told again"
 
 
 # Processes
@@ -243,6 +253,11 @@ def test_two_processes(opened):
         for name in ("drafted", "accepted"):
             assert sum(getattr(one.usage, name) for one in tickets) == told[f"{name}_total"]
         assert told["drafted_total"] > 0
+        scored = Request(requests[3].prompt, requests[3].params, prompt_logprobs=1)
+        for one in (scored, replace(scored, only_prompt=True)):
+            ticket = engine.submit(one)
+            assert len(list(ticket)) == (1 if one.only_prompt else 16)
+            near(model, one.prompt, ticket.prompt_logprobs, 1)
         long = SamplingParams(max_tokens=150, ignore_eos=True)
         ticket = engine.submit(Request([1, 2, 3], long))
         ticket.cancel()
