@@ -34,6 +34,7 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
 from accel.serve.limits import Access
+from accel.serve.loading import Models
 from accel.serve.metrics import Metrics
 from accel.serve.replies import ChatReply, CompletionReply, Score, usage
 from accel.serve.server import bound
@@ -255,7 +256,7 @@ def test_engines_that_count_other_things_are_scraped_together():
         name="b", engine=SimpleNamespace(stats={"running": 2, "moved_bytes": 3})
     )
     for order in ((plain, apart), (apart, plain)):
-        text = Metrics(order).text.decode()
+        text = Metrics(Models(order)).text.decode()
         assert 'accel_running{model="a"} 1.0' in text and 'accel_running{model="b"} 2.0' in text
         assert text.count("accel_moved_bytes{") == 1 and 'accel_moved_bytes{model="b"} 3.0' in text
 

@@ -12,11 +12,14 @@ from prometheus_client.registry import Collector
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from accel.serve.models import Served
+from accel.serve.loading import Models
 
 TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_HELP = {  # of the engine's stats
+_HELP = {  # of a model's stats
+    "loaded": "Whether the model is loaded",
+    "loads_total": "Times that the model was loaded",
+    "load_failures_total": "Times that the model could not be loaded",
     "running": "Requests that run",
     "waiting": "Requests that wait",
     "requests_total": "Requests that were taken",
@@ -34,9 +37,9 @@ _HELP = {  # of the engine's stats
 class Metrics:
     """Of one server."""
 
-    def __init__(self, served: Sequence[Served]):
+    def __init__(self, models: Models):
         self._registry = CollectorRegistry()
-        self._registry.register(_Engines(served))
+        self._registry.register(_Engines(models))
         self._answers = Counter(
             "accel_http_responses", "Answers by path and status", ["path", "status"],
             registry=self._registry,
@@ -82,13 +85,13 @@ class Clock:
 
 
 class _Engines(Collector):
-    """Asks the engines when it is asked."""
+    """Asks the models when it is asked."""
 
-    def __init__(self, served: Sequence[Served]):
-        self._served = served
+    def __init__(self, models: Models):
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        stats = {one.name: one.engine.stats for one in self._served}
+        stats = {one.name: one.stats() for one in self._models.places}
         for name in dict.fromkeys(name for of in stats.values() for name in of):
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(f"accel_{name}", _HELP.get(name, name), labels=["model"])

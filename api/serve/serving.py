@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -12,22 +13,36 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from accel.runtime.serve.engine import Ticket
 from accel.runtime.serve.reply.machine import Machine
 from accel.serve import requests
 from accel.serve.body import Parsed, parsed
-from accel.serve.events import Events, Live
+from accel.serve.events import CANCELLED, Events, Live
 from accel.serve.extras import Extras
 from accel.serve.limits import Limits
+from accel.serve.loading import Models
 from accel.serve.metrics import Clock, Metrics
-from accel.serve.models import Models
+from accel.serve.models import Served
 from accel.serve.replies import Choice, Reply
 from accel.serve.requests import Asked
 from accel.serve.schemas import Generation, Schema
-from accel.serve.stream import EventStream, Gone, too_long, while_there
+from accel.serve.stream import EventStream, too_long, while_there
 
 S = TypeVar("S", bound=Schema)
+HELD = "accel.held"  # of a request's scope: what it holds until its answer is over
+
+
+class Holding:
+    """Lets go of what a request held, in any case."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as scope[HELD]:
+            await self._app(scope, receive, send)
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,18 @@ class Serving:
     def parsed(self, body: bytes, media_type: str, schema: type[S]) -> Parsed[S]:
         """A request's body. Takes time that grows with it: not of the event loop. Raises ApiError."""
         return parsed(body, media_type, schema, self.limits.values, strict=self.limits.strict)
+
+    async def model(self, request: Request, name: str | None) -> tuple[Served, str | None]:
+        """A model and an adapter by their id, loaded; they stay so until the answer is over. Raises ApiError, Full,
+        Gone.
+        """
+        held: ExitStack = request.scope[HELD]
+        try:
+            async with asyncio.timeout(self.limits.seconds) as limit:
+                with self.live.waiting(limit):
+                    return await while_there(self.models.use(name, held), request.receive)
+        except TimeoutError:
+            raise CANCELLED if self.live.ended else too_long(self.limits.seconds) from None
 
     async def at_once(
         self, request: Request, schema: type[S], answer: Callable[[S], dict[str, Any]]
@@ -67,15 +94,19 @@ class Serving:
         began = time.perf_counter()
         sent, media_type = await request.body(), request.headers.get("content-type", "")
 
-        def taken() -> tuple[Parsed[Any], Clock, Asked, list[Ticket]]:  # what grows with the body
+        def understood() -> tuple[Parsed[Any], Clock]:  # what grows with the body
             body = self.parsed(sent, media_type, schema)
-            served, adapter = self.models.find(body.asked.model)
-            clock = self.metrics.clock(served.name)
-            found = read(body.asked, served, adapter)
-            return body, clock, found, found.submit()
+            return body, self.metrics.clock(self.models.find(body.asked.model)[0].name)
 
-        body, clock, found, tickets = await run_in_threadpool(taken)
-        asked, served = body.asked, found.served
+        body, clock = await run_in_threadpool(understood)
+        asked = body.asked
+        served, adapter = await self.model(request, asked.model)
+
+        def taken() -> tuple[Asked, list[Ticket]]:  # this does, too
+            found = read(asked, served, adapter)
+            return found, found.submit()
+
+        found, tickets = await run_in_threadpool(taken)
         assert served.model.tokenizer is not None, "the command refuses models without"
         wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         reply = kind(
@@ -97,8 +128,6 @@ class Serving:
                 return JSONResponse(whole, headers=body.headers)
         except TimeoutError:
             raise too_long(self.limits.seconds) from None
-        except Gone:
-            return Response(status_code=499)  # nobody reads it
         finally:
             self.live.remove(made.events)
 
