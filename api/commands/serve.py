@@ -56,6 +56,13 @@ class Address:
             "Repeatable. Default: none.",
         ),
     ] = None
+    adapters: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="With a key: a folder of LoRA adapters that clients may load. Repeatable. Default: none.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,11 @@ def serve(
             raise InputError(
                 f"--cors {origin} is no origin; give one such as https://app.example, or *"
             )
+    for folder in address.adapters or []:
+        if not folder.is_dir():
+            raise InputError(f"--adapters {folder} is no folder; give one that holds adapters")
+        if api_key is None:
+            raise InputError("--adapters lets clients have files read; give an --api-key too")
     text = None if chat_template is None else options.template(chat_template)
     how = {"max_batch": bounds.max_batch, "max_waiting": bounds.max_waiting, **vars(loading)}
     with bound(address.host, address.port) as listener, ExitStack() as stack:
@@ -177,7 +189,7 @@ def serve(
             models.load(sources[0].name)
         app = application(
             models,
-            access=Access(api_key, address.allowed_host or [], origins),
+            access=Access(api_key, address.allowed_host or [], origins, address.adapters or []),
             limits=Limits(round(bounds.max_body * 1e6), bounds.timeout, bounds.strict),
         )
         host, number = listener.getsockname()[:2]

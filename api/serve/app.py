@@ -26,13 +26,15 @@ def application(
     models: Models, *, access: Access | None = None, limits: Limits | None = None
 ) -> FastAPI:
     """The server's application."""
-    serving = Serving(models, Metrics(models), limits or Limits())
+    access = access or Access()
+    adapters = () if access.key is None else access.adapters
+    serving = Serving(models, Metrics(models), limits or Limits(), adapters)
     app = FastAPI(title="accel", openapi_url=None)  # its pages of docs would fetch scripts
     app.state.live = serving.live  # for who ends the server
     endpoints = import_module(f"{__package__}.endpoints")
     for name in sorted(one.name for one in pkgutil.iter_modules(endpoints.__path__)):
         import_module(f"{endpoints.__name__}.{name}").add(app, serving)
-    _guard(app, serving, access or Access())
+    _guard(app, serving, access)
     return app
 
 

@@ -3,116 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any
 
-from accel.ir.errors import AccelError, InputError, unknown
+from accel.ir.errors import AccelError, InputError, shown, unknown
 from accel.ir.scratch import trim
-from accel.runtime.serve.engine import Full
+from accel.runtime.serve.engine import Engine, Full
 from accel.serve.errors import ApiError
 from accel.serve.events import CANCELLED
-from accel.serve.models import About, Served, Source
+from accel.serve.models import Served, Source
+from accel.serve.place import Place
 
 RETRY_SECONDS = 30  # what a client is told to wait where a model does not fit
-WAITING = 64  # most requests that wait for one model
-
-
-@dataclass(eq=False)
-class Place:
-    """A model's: what is there. `source`: what is loaded there; None: it is loaded from the start, and stays. `users`:
-    requests that use it, by adapter; `last`: when one came or went; `waits`: those of requests for which it is loaded;
-    `leaving`: it makes room for others, and takes no more requests before it has.
-    """
-
-    name: str
-    source: Source | None
-    served: Served | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
-    users: Counter[str | None] = field(default_factory=Counter)
-    last: float = field(default_factory=monotonic)
-    waits: list[tuple[Future[Served], str | None]] = field(default_factory=list)
-    leaving: bool = False
-    totals: dict[str, float] = field(default_factory=dict)
-    stack: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def about(self) -> About:
-        if (served := self.served) is not None:
-            return served.about
-        assert self.source is not None, "it is loaded, or has a source"
-        return self.source.about
-
-    @property
-    def names(self) -> dict[str, str | None]:
-        """The ids that requests name it by -> the adapter that they choose so."""
-        served = self.served
-        adapters = self.about.adapters if served is None else served.model.adapters
-        return {self.name: None, **{f"{self.name}:{one}": one for one in adapters}}
-
-    @property
-    def most_waits(self) -> int:
-        """Requests that may wait for it."""
-        most = None if self.source is None else self.source.options.get("max_waiting")
-        return most or WAITING
-
-    @property
-    def bytes(self) -> int:
-        """Of memory that it is counted with."""
-        return 0 if self.source is None or self.served is None else self.source.bytes
-
-    def entry(self, name: str) -> dict[str, Any]:
-        """One of its ids, as GET /v1/models lists it: OpenAI's fields, and what the page shows."""
-        served = self.served
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "accel",
-            "parent": None if name == self.name else self.name,
-            "loaded": served is not None,
-            **self.about.entry,
-            "sharing": None if served is None else served.engine.how,
-        }
-
-    def asked_for(self) -> bool:
-        """Whether a request waits for it."""
-        self.waits = [one for one in self.waits if not one[0].cancelled()]
-        return bool(self.waits)
-
-    def give(self) -> None:
-        """Who waits for it uses it."""
-        assert self.served is not None, "it is loaded"
-        waits, self.waits = self.waits, []
-        for wait, adapter in waits:
-            if wait.set_running_or_notify_cancel():
-                self.users[adapter] += 1
-                self.last = monotonic()
-                wait.set_result(self.served)
-
-    def refuse(self, error: ApiError) -> None:
-        """Tell those who wait."""
-        waits, self.waits = self.waits, []
-        for wait, _ in waits:
-            if wait.set_running_or_notify_cancel():
-                wait.set_exception(error)
-
-    def stats(self) -> Mapping[str, float]:
-        """Of its engine, since the start of the server; `loaded`, 0 or 1."""
-        served, before = self.served, dict(self.totals)
-        now = {} if served is None else served.engine.stats
-        found = {name: value + before.pop(name, 0) for name, value in now.items()}
-        return {**found, **before, "loaded": float(served is not None)}
-
-    def count(self, name: str, more: float = 1) -> None:
-        """Add to a figure of `stats`."""
-        self.totals[name] = self.totals.get(name, 0) + more
+MOST_ADAPTERS = 64  # that clients brought, of one model
 
 
 class Models:
@@ -190,6 +99,44 @@ class Models:
     def entries(self) -> list[dict[str, Any]]:
         """What GET /v1/models lists."""
         return [one.entry(name) for one in self.places for name in one.names]
+
+    def add_adapter(self, model: str, name: str, path: Path) -> None:
+        """Let requests choose an adapter of a folder, in a model that is loaded and used. One of this name that nobody
+        uses is replaced. Raises ApiError, InputError.
+        """
+        place, _ = self.find(model)
+        assert place.served is not None, "it is used"
+        engine, one = place.served.engine, place.served.model
+        if not isinstance(engine, Engine):
+            told = "requests run in several processes, which know the artifact's own adapters; build it with this one"
+            raise ApiError(400, f"lora_name: {told}", param="lora_name")
+        with self._changed:
+            if place.owns(name):
+                raise _own(name)
+            if name in place.added and place.users[name]:
+                told = f"lora_name: requests use {shown(name)}; replace it when they have ended, or give another name"
+                raise ApiError(400, told, param="lora_name", code="adapter_in_use")
+            if len(place.added.keys() | {name}) > MOST_ADAPTERS:
+                told = f"{model} has {MOST_ADAPTERS} adapters that were loaded; unload one"
+                raise ApiError(400, told, param="lora_name", code="too_many_adapters")
+        one.load_adapter(name, path)
+        with self._changed:
+            place.added[name] = path
+
+    def remove_adapter(self, model: str, name: str) -> None:
+        """Let no later request choose an adapter that was added; those that use it keep it. Raises ApiError,
+        InputError.
+        """
+        place, _ = self.find(model)
+        with self._changed:
+            if place.owns(name):
+                raise _own(name)
+            if name not in place.added:
+                told = unknown("adapter", name, place.added)
+                raise ApiError(404, told, param="lora_name", code="adapter_not_found")
+            del place.added[name]
+            if place.served is not None:
+                place.served.model.unload_adapter(name)
 
     def close(self) -> None:
         """Unload all, once a load that has begun is over; who waits for one is told that the server ends."""
@@ -303,6 +250,7 @@ class Models:
             if self._memory is not None and place.source.bytes > before:
                 return
             served = place.stack.enter_context(place.source.open())
+            self._add_again(place, served)
         except Exception as error:
             self._failed(place, error)
             return
@@ -310,8 +258,19 @@ class Models:
             self._queue.remove(place)
             self._loaded(place, served)
 
+    def _add_again(self, place: Place, served: Served) -> None:
+        """Read what clients brought; what cannot be read any more is theirs to bring again."""
+        for name, path in list(place.added.items()):
+            try:
+                served.model.load_adapter(name, path)
+            except AccelError as error:
+                self._say(f"{place.name}: the adapter {name} is left out: {error}")
+                place.added.pop(name, None)
+
     def _loaded(self, place: Place, served: Served) -> None:
         """It is there. Under the lock."""
+        for name in {*served.model.adapters} - {*place.about.adapters, *place.added}:
+            served.model.unload_adapter(name)  # it was taken away meanwhile
         place.served, place.last = served, monotonic()
         place.count("loads_total")
         place.give()
@@ -347,3 +306,10 @@ class Models:
             f"{source.name} takes about {source.bytes:,} bytes, and all models of this server may take "
             f"{self._memory:,}; serve with a larger --memory, or a smaller --max-batch"
         )
+
+
+def _own(adapter: str) -> ApiError:
+    told = (
+        f"lora_name: {shown(adapter)} is the artifact's own adapter, which stays; give another name"
+    )
+    return ApiError(400, told, param="lora_name")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -47,11 +48,12 @@ class Holding:
 
 @dataclass(frozen=True)
 class Serving:
-    """Of one server."""
+    """Of one server. `adapters`: folders of those that clients may have read."""
 
     models: Models
     metrics: Metrics
     limits: Limits
+    adapters: Sequence[Path] = ()
     live: Live = field(default_factory=Live)
 
     def parsed(self, body: bytes, media_type: str, schema: type[S]) -> Parsed[S]:
