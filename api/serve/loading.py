@@ -295,7 +295,7 @@ class Models:
         place.stack.close()
         after = served.engine.stats  # those that ended with it
         for name in {*before, *after}:
-            if name.endswith("_total") or name == "moved_bytes":
+            if "_total" in name or name == "moved_bytes":
                 place.count(name, max(before.get(name, 0), after.get(name, 0)))
         del served
         trim()

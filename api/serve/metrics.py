@@ -27,7 +27,11 @@ _HELP = {  # of a model's stats
     "generated_tokens_total": "Tokens that were made",
     "preemptions_total": "Requests that made room for others and ran again",
     "reused_tokens_total": "Prompt tokens whose keys and values were taken over (kv.reuse)",
+    "drafts_total": "Drafts that were checked",
     "drafted_total": "Tokens that were drafted",
+    "draft_drafted_total": "Tokens that were drafted, by position in the draft",
+    "draft_accepted_total": "Drafted tokens that stood, by position in the draft",
+    "draft_accepted_mean": "Drafted tokens that stood, of a draft in the mean",
     "accepted_total": "Drafted tokens that stood",
     "kv_bytes": "State of the requests that run, in bytes",
     "moved_bytes": "State that went from process to process since the start, in bytes (splitwise)",
@@ -92,13 +96,19 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = {one.name: one.stats() for one in self._models.places}
-        for name in dict.fromkeys(name for of in stats.values() for name in of):
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(f"accel_{name}", _HELP.get(name, name), labels=["model"])
-            for model, of in stats.items():
-                if name in of:  # engines of several processes count more
-                    family.add_metric([model], of[name])
-            yield family
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for model, of in stats.items():
+            told = dict(of)
+            if told.get("drafts_total"):
+                told["draft_accepted_mean"] = told["accepted_total"] / told["drafts_total"]
+            for key, value in told.items():
+                name, _, position = key.partition("/")
+                if name not in families:
+                    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                    labels = ["model", *(["position"] if position else [])]
+                    families[name] = kind(f"accel_{name}", _HELP.get(name, name), labels=labels)
+                families[name].add_metric([model, *filter(None, [position])], value)
+        yield from families.values()
 
 
 class Watched:
