@@ -17,14 +17,18 @@ from dataclasses import replace
 import httpx
 import psutil
 import pytest
+from fastapi import Request
 from typer.testing import CliRunner
 
 from accel import cli
 from accel.ir.errors import InputError
 from accel.serve import loading, stream
+from accel.serve.endpoints import health
+from accel.serve.errors import ApiError
 from accel.serve.limits import Limits
 from accel.serve.loading import Models
 from accel.serve.models import source
+from accel.serve.schemas import Schema
 
 from . import serve_case
 from .test_serve import error_of, metrics
@@ -126,6 +130,30 @@ def test_a_model_is_loaded_once_for_all_who_ask(paths, gate):
         assert found["accel_loads_total", "b"] == 1 and found["accel_requests_total", "b"] == 2
 
 
+def test_an_answer_at_once_has_its_model_loaded(paths, monkeypatch):
+    class Asked(Schema):
+        model: str
+
+    def add(app, serving):
+        @app.post("/v1/context")
+        async def context(request: Request):
+            return await serving.at_once(request, Asked, answer)
+
+        def answer(asked):
+            served, _ = serving.models.find(asked.model)
+            assert serving.models.places[1].users == {None: 1}
+            return {"context": served.model.facts.max_context}
+
+    monkeypatch.setattr(health, "add", add)
+    with serving(paths[:2]) as http:
+        with pytest.raises(ApiError, match="the model b is not loaded"):
+            http.models.find("b")
+        asked = {"model": "b"}
+        assert http.post("/v1/context", json=asked).json() == {"context": 128}
+        assert loaded(http) == ["b"] and not http.models.places[1].users
+        error_of(http.post("/v1/context", json={"model": "c"}), 404)
+
+
 def test_what_cannot_be_loaded_is_an_error_and_may_be_tried_again(paths, gate):
     said = []
     gate.open.set()
@@ -213,9 +241,12 @@ def test_what_never_fits(paths, monkeypatch):
         assert ask(http, "a").status_code == 200
 
 
-def test_a_model_nobody_uses_is_unloaded(paths):
+def test_a_model_nobody_uses_is_unloaded(paths, monkeypatch):
     """Its memory is given back, its threads end, and its figures stay."""
-    here = psutil.Process()
+    here, trimmed, trim = psutil.Process(), list[int](), loading.trim
+    monkeypatch.setattr(
+        loading, "trim", lambda: (trimmed.append(here.memory_info().rss), trim())[1]
+    )
     with serving(paths[:1], idle=0.3) as http:
         http.models.load("a")
         with held(http, "a"):
@@ -226,6 +257,7 @@ def test_a_model_nobody_uses_is_unloaded(paths):
         until(lambda: loaded(http) == [])
         until(lambda: threading.active_count() < threads)
         assert "accel-engine" not in [one.name for one in threading.enumerate()]
+        until(lambda: trimmed)
         assert full - here.memory_info().rss > 0
         assert metrics(http)["accel_generated_tokens_total", "a"] >= 100
         assert ask(http, "a").status_code == 200 and loaded(http) == ["a"]

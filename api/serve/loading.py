@@ -59,14 +59,14 @@ class Models:
 
     def load(self, name: str) -> None:
         """Load one now, in this thread, before any request comes. Raises AccelError."""
-        place, _ = self.find(name)
+        place, _ = self.place(name)
         assert place.source is not None, "it is to be loaded"
         with self._changed:
             self._loaded(place, place.stack.enter_context(place.source.open()))
             self._start()
 
-    def find(self, name: str | None) -> tuple[Place, str | None]:
-        """A model and the adapter to use; None: the only model. Raises ApiError: 404; 400 for None of several."""
+    def place(self, name: str | None) -> tuple[Place, str | None]:
+        """A model's place and the adapter to use; None: the only one. Raises ApiError: 404; 400 for None of several."""
         if name is None:
             if len(self.places) == 1:
                 return self.places[0], None
@@ -78,11 +78,21 @@ class Models:
         known = [name for one in self.places for name in one.names]
         raise ApiError(404, unknown("model", name, known), param="model", code="model_not_found")
 
+    def find(self, name: str | None) -> tuple[Served, str | None]:
+        """As `place`, of a model that `use` has loaded. Raises ApiError."""
+        place, adapter = self.place(name)
+        if (served := place.served) is None:
+            told = (
+                f"the model {place.name} is not loaded; send a request that uses it, then try again"
+            )
+            raise ApiError(503, told, code="not_loaded")
+        return served, adapter
+
     async def use(self, name: str | None, until: ExitStack) -> tuple[Served, str | None]:
-        """A model and an adapter, as `find` does, once it is loaded. It stays so until that closes. Raises ApiError,
-        Full.
+        """A model and an adapter, as `place` finds them, once it is loaded. It stays so until that closes. Raises
+        ApiError, Full.
         """
-        place, adapter = self.find(name)
+        place, adapter = self.place(name)
         wait = self._ask(place, adapter)
         try:
             served = await asyncio.wrap_future(wait)
@@ -104,7 +114,7 @@ class Models:
         """Let requests choose an adapter of a folder, in a model that is loaded and used. One of this name that nobody
         uses is replaced. Raises ApiError, InputError.
         """
-        place, _ = self.find(model)
+        place, _ = self.place(model)
         assert place.served is not None, "it is used"
         engine, one = place.served.engine, place.served.model
         if not isinstance(engine, Engine):
@@ -127,7 +137,7 @@ class Models:
         """Let no later request choose an adapter that was added; those that use it keep it. Raises ApiError,
         InputError.
         """
-        place, _ = self.find(model)
+        place, _ = self.place(model)
         with self._changed:
             if place.owns(name):
                 raise _own(name)

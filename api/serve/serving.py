@@ -75,15 +75,13 @@ class Serving:
     async def at_once(
         self, request: Request, schema: type[S], answer: Callable[[S], dict[str, Any]]
     ) -> Response:
-        """What `answer` returns, which runs in a thread of its own. Raises ApiError."""
+        """What `answer` returns, which runs in a thread of its own, with the request's model loaded: `models.find`
+        gives it. Raises ApiError.
+        """
         sent, media_type = await request.body(), request.headers.get("content-type", "")
-
-        def taken() -> tuple[dict[str, Any], dict[str, str]]:
-            body = self.parsed(sent, media_type, schema)
-            return answer(body.asked), body.headers
-
-        whole, headers = await run_in_threadpool(taken)
-        return JSONResponse(whole, headers=headers)
+        body = await run_in_threadpool(self.parsed, sent, media_type, schema)
+        await self.model(request, getattr(body.asked, "model", None))
+        return JSONResponse(await run_in_threadpool(answer, body.asked), headers=body.headers)
 
     async def generated(
         self,
@@ -98,7 +96,7 @@ class Serving:
 
         def understood() -> tuple[Parsed[Any], Clock]:  # what grows with the body
             body = self.parsed(sent, media_type, schema)
-            return body, self.metrics.clock(self.models.find(body.asked.model)[0].name)
+            return body, self.metrics.clock(self.models.place(body.asked.model)[0].name)
 
         body, clock = await run_in_threadpool(understood)
         asked = body.asked

@@ -158,8 +158,8 @@ def widths(model, costs, *, free=True):
 
 @pytest.mark.parametrize("free", [True, False])
 def test_drafts_are_shorter_the_more_rows_run(toy, tmp_path, monkeypatch, free):
-    """Calls of up to 8 tokens cost as one of 1, further ones more than in proportion: all rows together draft into that room,
-    whatever the drafter, and a row that is left alone has all of it again.
+    """Calls of up to 8 tokens cost as one of 1, further ones more than in proportion: all rows together draft into that
+    room, whatever the drafter, and a row that is left alone has all of it again.
     """
     costs = Costs((1, 8, 16, 32), (1.0, 1.0, 2.4, 4.8))
     with accel.load(toy.write(tmp_path / "toy", max_batch=8)) as model:

@@ -52,7 +52,9 @@ def run(engine: Engine | Phases, texts: Sequence[Any], tokens: int) -> float:
 
 def main(
     plain: Annotated[Path, typer.Argument(help="an artifact")],
-    drafts: Annotated[Path, typer.Argument(help="one of the same model, with a recipe that drafts")],
+    drafts: Annotated[
+        Path, typer.Argument(help="one of the same model, with a recipe that drafts")
+    ],
     streams: Annotated[list[int] | None, typer.Option(help="requests at once")] = None,
     kind: Annotated[list[str] | None, typer.Option(help="of prompts")] = None,
     tokens: Annotated[int, typer.Option(help="of each request")] = 96,
@@ -80,8 +82,8 @@ def main(
                 ratios = [second / first for first, second in found]
                 speed = [median(one[i] for one in found) for i in (0, 1)]
                 print(
-                    f"| {name} | {count} | {speed[0]:.1f} | {speed[1]:.1f} | {median(ratios):.2f} | {min(ratios):.2f} | "
-                    f"{drafted / max(1, made):.1f} | {stood / max(1, drafted):.0%} |",
+                    f"| {name} | {count} | {speed[0]:.1f} | {speed[1]:.1f} | {median(ratios):.2f} | "
+                    f"{min(ratios):.2f} | {drafted / max(1, made):.1f} | {stood / max(1, drafted):.0%} |",
                     flush=True,
                 )
 

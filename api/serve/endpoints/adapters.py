@@ -36,7 +36,7 @@ def add(app: FastAPI, serving: Serving) -> None:
 
         def taken() -> dict[str, Any]:
             serving.models.add_adapter(served.name, asked.lora_name, path)
-            place, _ = serving.models.find(name := f"{served.name}:{asked.lora_name}")
+            place, _ = serving.models.place(name := f"{served.name}:{asked.lora_name}")
             return place.entry(name)
 
         return JSONResponse(await run_in_threadpool(taken), headers=body.headers)
@@ -47,7 +47,7 @@ def add(app: FastAPI, serving: Serving) -> None:
         asked = body.asked
 
         def taken() -> dict[str, Any]:
-            place, _ = serving.models.find(asked.model)
+            place, _ = serving.models.place(asked.model)
             serving.models.remove_adapter(place.name, asked.lora_name)
             return {"id": f"{place.name}:{asked.lora_name}", "object": "model", "deleted": True}
 
