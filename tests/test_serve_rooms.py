@@ -94,7 +94,7 @@ def test_models_fit_and_nobody_is_forgotten(monkeypatch, idle):
         assert not house.wrong
         assert {"left", "failed", "served"} == {*told} and len(told) == 24 * 12
         assert house.most == MEMORY and house.loads > 4
-        assert not any(place.users or place.leaving for place in found.places)
+        assert [dict(place.users) for place in found.places] == [{}] * len(SIZES)
     assert not house.open
 
 
