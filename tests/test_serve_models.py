@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 
 from accel import cli
 from accel.ir.errors import InputError
+from accel.runtime.artifact.artifact import open_artifact
+from accel.runtime.serve.opening import memory_of
 from accel.serve import loading, stream
 from accel.serve.endpoints import health
 from accel.serve.errors import ApiError
@@ -291,6 +293,17 @@ def test_a_time_limit_and_the_end_of_the_server_end_the_wait_for_a_load(paths, g
         http.server.tell()
         assert error_of(wait.result(), 503)["code"] == "shutting_down"
         gate.open.set()
+
+
+def test_what_a_model_is_counted_with(artifact):
+    """Its files, and the state of whole contexts; twice where two processes hold both."""
+    found = open_artifact(artifact)
+    each, files = found.report["kv_bytes_per_token"], sum(f.bytes for f in found.files.values())
+    assert memory_of(found, 2) - memory_of(found, 1) == 128 * each
+    assert memory_of(found, 2) == files + 2 * 128 * each
+    split = {**found.recipe, "tables": {"schedule": {"use": "splitwise"}}}
+    split = replace(found, manifest=replace(found.manifest, recipe=split))
+    assert memory_of(split, 2) == 2 * memory_of(found, 2)
 
 
 def test_the_command(artifact, tmp_path, monkeypatch):

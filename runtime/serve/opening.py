@@ -14,6 +14,7 @@ from accel.runtime.inputs.prompts import as_count
 from accel.runtime.inputs.tokenizer_config import TOKENIZER
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.model.load import draft_of, from_artifact
+from accel.runtime.schedule import chosen
 from accel.runtime.serve.engine import Engine
 from accel.runtime.serve.phases import Phases, serving
 
@@ -63,10 +64,12 @@ def check_served(artifact: Artifact) -> None:
 
 def memory_of(artifact: Artifact, max_batch: int) -> int:
     """An estimate of the bytes that it takes to serve an artifact: its files, and the state of `max_batch` whole
-    contexts, of its draft model too. What calls need while they run comes on top. Raises ArtifactError.
+    contexts, of its draft model too, in each process that its schedule asks for. What calls need while they run comes
+    on top. Raises ArtifactError.
     """
     drafts = draft_of(artifact)
     models = [artifact] if drafts is None else [artifact, drafts]
     tokens = max_batch * artifact.facts.max_context
     held = sum(int(one.report.get("kv_bytes_per_token", 0)) for one in models)
-    return sum(file.bytes for file in artifact.files.values()) + tokens * held
+    files = sum(file.bytes for file in artifact.files.values())
+    return len(chosen(artifact.recipe).homes) * (files + tokens * held)
