@@ -15,7 +15,8 @@ import accel
 from accel.commands.demo import reference
 from accel.runtime.serve.engine import Engine
 from accel.serve.app import application
-from accel.serve.models import Models, Served
+from accel.serve.loading import Models
+from accel.serve.models import Served
 from accel.serve.server import bound, server
 
 TEMPLATE = (
@@ -103,18 +104,25 @@ def running(
 @contextmanager
 def listening(found: Sequence[Served], *, drain: float = 20.0, **options: Any) -> Iterator[Running]:
     """A server of what is open; `options` of `application`."""
+    with over(Models(found), drain=drain, **options) as here:
+        here.models = [one.model for one in found]
+        here.engines = [one.engine for one in found]
+        yield here
+
+
+@contextmanager
+def over(models: Models, *, drain: float = 20.0, **options: Any) -> Iterator[Running]:
+    """A server of models that may be loaded; `options` of `application`."""
     with ExitStack() as stack:
         listener = stack.enter_context(bound("127.0.0.1", 0))
-        made = server(application(Models(found), **options), drain)
+        made = server(application(models, **options), drain)
         thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not made.started:
             assert thread.is_alive()
             time.sleep(0.005)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        here = Running(
-            url, [one.model for one in found], [one.engine for one in found], made, thread
-        )
+        here = Running(url, [], [], made, thread)
         try:
             yield here
         finally:

@@ -316,6 +316,33 @@ def test_an_engine_serves_an_adapter_that_was_replaced_beside_the_one_before(tra
     assert want[0] != want[1]
 
 
+def test_a_request_keeps_its_adapter_while_it_waits_and_runs_again(trained, built):
+    """Whatever has its name by then, or nothing."""
+    want = [
+        built.generate([TOKENS[0, :10]], 12, adapter=name, eos=[]).tokens[0]
+        for name in ("one", "two")
+    ]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    request = Request(TOKENS[0, :10], params, adapter="late")
+    with accel.load(built.artifact.path) as model:
+        model.load_adapter("late", trained.folders["one"])
+        with Engine(model, max_batch=1) as engine:
+            tickets = [engine.submit(request) for _ in range(3)]  # two wait
+            model.load_adapter("late", trained.folders["two"])
+            tickets.append(engine.submit(request))
+            model.unload_adapter("late")
+            with pytest.raises(InputError, match="late"):
+                engine.submit(request)
+            found = [[event.token for event in ticket] for ticket in tickets]
+        assert found == [want[0]] * 3 + [want[1]] and model.adapters == ["one", "two"]
+        for name, words in (("one", "the artifact's own"), ("late", "'late' does not exist")):
+            with pytest.raises(InputError, match=words):
+                model.unload_adapter(name)
+        model.load_adapter("late", trained.folders["one"])
+        with pytest.raises(InputError, match="did you mean 'late'"):
+            model.unload_adapter("lat")
+
+
 @pytest.mark.long
 def test_a_merged_adapter_goes_with_others(trained):
     """Merged first, then chosen: the deltas add up."""

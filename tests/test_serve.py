@@ -34,6 +34,7 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
 from accel.serve.limits import Access
+from accel.serve.loading import Models
 from accel.serve.metrics import Metrics
 from accel.serve.renderer import Frame
 from accel.serve.replies import ChatReply, CompletionReply, Score, usage
@@ -256,9 +257,26 @@ def test_engines_that_count_other_things_are_scraped_together():
         name="b", engine=SimpleNamespace(stats={"running": 2, "moved_bytes": 3})
     )
     for order in ((plain, apart), (apart, plain)):
-        text = Metrics(order).text.decode()
+        text = Metrics(Models(order)).text.decode()
         assert 'accel_running{model="a"} 1.0' in text and 'accel_running{model="b"} 2.0' in text
         assert text.count("accel_moved_bytes{") == 1 and 'accel_moved_bytes{model="b"} 3.0' in text
+
+
+def test_drafts_are_told_by_position():
+    counts = {"drafts_total": 4, "drafted_total": 6, "accepted_total": 3}
+    places = {"draft_accepted_total/1": 2, "draft_accepted_total/10": 1, "draft_drafted_total/1": 4}
+    made = SimpleNamespace(name="a", engine=SimpleNamespace(stats={**counts, **places}))
+    none = SimpleNamespace(name="b", engine=SimpleNamespace(stats=dict.fromkeys(counts, 0)))
+    text = Metrics(Models([made, none])).text.decode()
+    for line in (
+        'accel_draft_accepted_total{model="a",position="1"} 2.0',
+        'accel_draft_accepted_total{model="a",position="10"} 1.0',
+        'accel_draft_drafted_total{model="a",position="1"} 4.0',
+        'accel_draft_accepted_mean{model="a"} 0.75',
+        'accel_drafts_total{model="b"} 0.0',
+    ):
+        assert f"{line}\n" in text
+    assert text.count("accel_draft_accepted_mean{") == 1, "none of a model without drafts"
 
 
 def test_a_stop_string_over_two_tokens(client, model):

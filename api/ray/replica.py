@@ -19,7 +19,8 @@ from accel.runtime.serve.opening import check_served
 from accel.serve.app import application
 from accel.serve.gate import ANY_HOST
 from accel.serve.limits import Access, Limits
-from accel.serve.models import Models, served
+from accel.serve.loading import Models
+from accel.serve.models import source
 
 
 @serve.ingress()
@@ -29,9 +30,10 @@ class Replica:
     def __init__(
         self, path: str, key: str | None, limits: Limits | None, how: dict[str, Any]
     ) -> None:
-        """`how`: of `accel.serve.models.served`. Raises AccelError."""
+        """`how`: of `accel.serve.models.source`. Raises AccelError."""
         self._stack = ExitStack()
-        models = Models([self._stack.enter_context(served(Path(path), **how))])
+        served = self._stack.enter_context(source(Path(path), **how).open())
+        models = Models([served])
         self._made = application(models, access=Access(key, [ANY_HOST]), limits=limits)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -16,22 +16,25 @@ from accel.serve.body import IGNORED
 from accel.serve.errors import ApiError
 from accel.serve.gate import BodyGate, HeadGate, HostGate, KeyGate
 from accel.serve.limits import Access, Limits
+from accel.serve.loading import Models
 from accel.serve.metrics import Metrics, Watched
-from accel.serve.models import Models
-from accel.serve.serving import Serving
+from accel.serve.serving import Holding, Serving
+from accel.serve.stream import Gone
 
 
 def application(
     models: Models, *, access: Access | None = None, limits: Limits | None = None
 ) -> FastAPI:
     """The server's application."""
-    serving = Serving(models, Metrics(models.served), limits or Limits())
+    access = access or Access()
+    adapters = () if access.key is None else access.adapters
+    serving = Serving(models, Metrics(models), limits or Limits(), adapters)
     app = FastAPI(title="accel", openapi_url=None)  # its pages of docs would fetch scripts
     app.state.live = serving.live  # for who ends the server
     endpoints = import_module(f"{__package__}.endpoints")
     for name in sorted(one.name for one in pkgutil.iter_modules(endpoints.__path__)):
         import_module(f"{endpoints.__name__}.{name}").add(app, serving)
-    _guard(app, serving, access or Access())
+    _guard(app, serving, access)
     return app
 
 
@@ -41,9 +44,11 @@ def _guard(app: FastAPI, serving: Serving, access: Access) -> None:
         (ApiError, errors.on_exception),
         (AccelError, errors.on_exception),
         (HTTPException, errors.on_http_exception),
+        (Gone, errors.on_gone),
         (Exception, errors.on_exception),
     ):
         app.add_exception_handler(kind, handler)
+    app.add_middleware(Holding)
     app.add_middleware(BodyGate, most=serving.limits.body, live=serving.live)
     if access.key is not None:
         app.add_middleware(KeyGate, key=access.key)

@@ -133,6 +133,11 @@ async def on_exception(request: Request, error: Exception) -> Response:
     return of_exception(error).response(request.url.path)
 
 
+async def on_gone(_: Request, __: Exception) -> Response:
+    """The client went away: nobody reads it."""
+    return Response(status_code=499)
+
+
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Of the framework: an unknown path or method."""
     assert isinstance(error, HTTPException)

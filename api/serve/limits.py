@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class Limits:
 class Access:
     """Who may ask. `key`: what clients must show; None: nothing, and then the `Host` of a request is an
     address, localhost or one of `hosts`. `origins`: of pages elsewhere that a browser lets read the answers.
+    `adapters`: folders of adapters that clients with the key may have read.
     """
 
     key: str | None = None
     hosts: Sequence[str] = ()
     origins: Sequence[str] = ()
+    adapters: Sequence[Path] = ()

@@ -12,11 +12,14 @@ from prometheus_client.registry import Collector
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from accel.serve.models import Served
+from accel.serve.loading import Models
 
 TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_HELP = {  # of the engine's stats
+_HELP = {  # of a model's stats
+    "loaded": "Whether the model is loaded",
+    "loads_total": "Times that the model was loaded",
+    "load_failures_total": "Times that the model could not be loaded",
     "running": "Requests that run",
     "waiting": "Requests that wait",
     "requests_total": "Requests that were taken",
@@ -24,7 +27,11 @@ _HELP = {  # of the engine's stats
     "generated_tokens_total": "Tokens that were made",
     "preemptions_total": "Requests that made room for others and ran again",
     "reused_tokens_total": "Prompt tokens whose keys and values were taken over (kv.reuse)",
+    "drafts_total": "Drafts that were checked",
     "drafted_total": "Tokens that were drafted",
+    "draft_drafted_total": "Tokens that were drafted, by position in the draft",
+    "draft_accepted_total": "Drafted tokens that stood, by position in the draft",
+    "draft_accepted_mean": "Drafted tokens that stood, of a draft in the mean",
     "accepted_total": "Drafted tokens that stood",
     "kv_bytes": "State of the requests that run, in bytes",
     "moved_bytes": "State that went from process to process since the start, in bytes (splitwise)",
@@ -34,9 +41,9 @@ _HELP = {  # of the engine's stats
 class Metrics:
     """Of one server."""
 
-    def __init__(self, served: Sequence[Served]):
+    def __init__(self, models: Models):
         self._registry = CollectorRegistry()
-        self._registry.register(_Engines(served))
+        self._registry.register(_Engines(models))
         self._answers = Counter(
             "accel_http_responses", "Answers by path and status", ["path", "status"],
             registry=self._registry,
@@ -82,20 +89,26 @@ class Clock:
 
 
 class _Engines(Collector):
-    """Asks the engines when it is asked."""
+    """Asks the models when it is asked."""
 
-    def __init__(self, served: Sequence[Served]):
-        self._served = served
+    def __init__(self, models: Models):
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        stats = {one.name: one.engine.stats for one in self._served}
-        for name in dict.fromkeys(name for of in stats.values() for name in of):
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(f"accel_{name}", _HELP.get(name, name), labels=["model"])
-            for model, of in stats.items():
-                if name in of:  # engines of several processes count more
-                    family.add_metric([model], of[name])
-            yield family
+        stats = {one.name: one.stats() for one in self._models.places}
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for model, of in stats.items():
+            told = dict(of)
+            if told.get("drafts_total"):
+                told["draft_accepted_mean"] = told["accepted_total"] / told["drafts_total"]
+            for key, value in told.items():
+                name, _, position = key.partition("/")
+                if name not in families:
+                    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                    labels = ["model", *(["position"] if position else [])]
+                    families[name] = kind(f"accel_{name}", _HELP.get(name, name), labels=labels)
+                families[name].add_metric([model, *filter(None, [position])], value)
+        yield from families.values()
 
 
 class Watched:

@@ -196,3 +196,17 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+class Adapter(Schema):
+    """Of a model, which may be missing where one is served; vLLM's numbers of adapters say nothing here."""
+
+    model: str | None = None
+    lora_name: str
+    lora_int_id: Unused = None
+
+
+class AdapterFolder(Adapter):
+    """What `peft` saved, at a path of the server."""
+
+    lora_path: str

@@ -6,26 +6,42 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from accel.runtime.serve.engine import Ticket
 from accel.serve.body import Parsed, parsed
-from accel.serve.events import Events, Live
+from accel.serve.events import CANCELLED, Events, Live
 from accel.serve.limits import Limits
+from accel.serve.loading import Models
 from accel.serve.metrics import Clock, Metrics
-from accel.serve.models import Models
+from accel.serve.models import Served
 from accel.serve.renderer import Frame, Renderer
 from accel.serve.requests import Asked
 from accel.serve.schemas import ForReply, Schema
-from accel.serve.stream import EventStream, Gone, too_long, while_there
+from accel.serve.stream import EventStream, too_long, while_there
 
 S = TypeVar("S", bound=Schema)
+HELD = "accel.held"  # of a request's scope: what it holds until its answer is over
+
+
+class Holding:
+    """Lets go of what a request held, in any case."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as scope[HELD]:
+            await self._app(scope, receive, send)
 
 
 class Whole(JSONResponse):
@@ -39,29 +55,40 @@ class Whole(JSONResponse):
 
 @dataclass(frozen=True)
 class Serving:
-    """Of one server."""
+    """Of one server. `adapters`: folders of those that clients may have read."""
 
     models: Models
     metrics: Metrics
     limits: Limits
+    adapters: Sequence[Path] = ()
     live: Live = field(default_factory=Live)
 
     def parsed(self, body: bytes, media_type: str, schema: type[S]) -> Parsed[S]:
         """A request's body. Takes time that grows with it: not of the event loop. Raises ApiError."""
         return parsed(body, media_type, schema, self.limits.values, strict=self.limits.strict)
 
+    async def model(self, request: Request, name: str | None) -> tuple[Served, str | None]:
+        """A model and an adapter by their id, loaded; they stay so until the answer is over. Raises ApiError, Full,
+        Gone.
+        """
+        held: ExitStack = request.scope[HELD]
+        try:
+            async with asyncio.timeout(self.limits.seconds) as limit:
+                with self.live.waiting(limit):
+                    return await while_there(self.models.use(name, held), request.receive)
+        except TimeoutError:
+            raise CANCELLED if self.live.ended else too_long(self.limits.seconds) from None
+
     async def at_once(
         self, request: Request, schema: type[S], answer: Callable[[S], dict[str, Any]]
     ) -> Response:
-        """What `answer` returns, which runs in a thread of its own. Raises ApiError."""
+        """What `answer` returns, which runs in a thread of its own, with the request's model loaded: `models.find`
+        gives it. Raises ApiError.
+        """
         sent, media_type = await request.body(), request.headers.get("content-type", "")
-
-        def taken() -> tuple[dict[str, Any], dict[str, str]]:
-            body = self.parsed(sent, media_type, schema)
-            return answer(body.asked), body.headers
-
-        whole, headers = await run_in_threadpool(taken)
-        return Whole(whole, headers=headers)
+        body = await run_in_threadpool(self.parsed, sent, media_type, schema)
+        await self.model(request, getattr(body.asked, "model", None))
+        return Whole(await run_in_threadpool(answer, body.asked), headers=body.headers)
 
     async def generated(
         self,
@@ -76,21 +103,25 @@ class Serving:
         began = time.perf_counter()
         sent, media_type = await request.body(), request.headers.get("content-type", "")
 
-        def taken() -> tuple[Parsed[Any], Clock, list[Ticket], Renderer]:  # grows with the body
+        def understood() -> tuple[Parsed[Any], Clock]:  # what grows with the body
             body = self.parsed(sent, media_type, schema)
-            served, adapter = self.models.find(body.asked.model)
-            clock = self.metrics.clock(served.name)
+            return body, self.metrics.clock(self.models.place(body.asked.model)[0].name)
+
+        body, clock = await run_in_threadpool(understood)
+        served, adapter = await self.model(request, body.asked.model)
+
+        def taken() -> tuple[Parsed[Any], list[Ticket], Renderer]:  # this does, too
             found = read(body.asked, served, adapter)
-            body = body.beside(found.ignored, self.limits.strict)
+            beside = body.beside(found.ignored, self.limits.strict)
             tickets = found.submit()
             try:
-                return body, clock, tickets, kind(body.asked, found, tickets, began)
+                return beside, tickets, kind(body.asked, found, tickets, began)
             except BaseException:
                 for ticket in tickets:
                     ticket.cancel()
                 raise
 
-        body, clock, tickets, renderer = await run_in_threadpool(taken)
+        body, tickets, renderer = await run_in_threadpool(taken)
         made = _Made(Events(tickets), renderer, clock)
         self.live.add(made.events)
         on_end = partial(self.live.remove, made.events)
@@ -102,8 +133,6 @@ class Serving:
             return await run_in_threadpool(lambda: Whole(renderer.whole(), headers=body.headers))
         except TimeoutError:
             raise too_long(self.limits.seconds) from None
-        except Gone:
-            return Response(status_code=499)  # nobody reads it
         finally:
             on_end()
 

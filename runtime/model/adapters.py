@@ -83,6 +83,20 @@ class Adapters:
         with self._lock:
             return self._keep(name, rank, arrays)
 
+    def remove(self, name: str) -> None:
+        """Let no session that opens from now on choose one that was added; those that use it keep it. Raises
+        InputError.
+        """
+        with self._lock:
+            if name in self._facts.ranks:
+                raise InputError(
+                    f"adapter {name!r} is the artifact's own, which stays; build one without it"
+                )
+            if name not in self._known:
+                added = self._known.keys() - self._facts.ranks.keys()
+                raise InputError(unknown("adapter", str(name), sorted(added)))
+            del self._known[name]
+
     def chosen(self, names: Sequence[str | None]) -> Chosen:
         """What rows that use these adapters are given. Raises InputError for a name that does not exist."""
         found_of = {name: self._get(name) for name in names if name is not None}

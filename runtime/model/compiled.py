@@ -437,7 +437,7 @@ class CompiledModel:
                 )
             count = as_count(prompt_logprobs, "prompt_logprobs", 0)
             scores = PromptScores(samples[0].row.prompt, TopLogprobs(count, self.tokenizer))
-        return Prepared(samples[0], lambda: self._sessions.encoded(sources, names), scores)
+        return Prepared(samples[0], self._sessions.opener(sources, names), scores)
 
     @cached_property
     def _costs_before(self) -> Costs | None:
@@ -455,6 +455,12 @@ class CompiledModel:
         it keep it. `save` does not write it. Raises InputError.
         """
         self._sessions.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take away an adapter that `load_adapter` brought: no session that opens from now on may choose it. Sessions
+        that use it, and requests that an engine has taken, keep it until they end. Raises InputError.
+        """
+        self._sessions.unload_adapter(name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the artifact to a folder, atomically. Raises ArtifactError."""

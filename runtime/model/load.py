@@ -79,7 +79,7 @@ def from_artifact(
             **recipe,
             "tables": {n: t for n, t in recipe.get("tables", {}).items() if n not in HOST},
         }
-    elif (draft := _draft(artifact)) is not None:
+    elif (draft := draft_of(artifact)) is not None:
         alone = sum(file.bytes for file in draft.files.values()) < ALONE
         in_turns = in_turns or not alone
         draft_model = from_artifact(
@@ -102,7 +102,7 @@ def from_artifact(
     )
 
 
-def _draft(artifact: Artifact) -> Artifact | None:
+def draft_of(artifact: Artifact) -> Artifact | None:
     """The model that drafts: a smaller one, or itself over the same weights. Its checksums are among the artifact's.
     Raises ArtifactError.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from accel.ir.errors import InputError
@@ -64,10 +64,17 @@ class Sessions:
             raise InputError("this model is closed; load or optimize it again")
         return self.backend
 
-    def open(self, names: list[str | None], saved: SavedSession | None = None) -> Session:
-        """A session whose rows use these adapters. Raises InputError if the model is closed."""
+    def open(
+        self,
+        names: list[str | None],
+        saved: SavedSession | None = None,
+        chosen: Chosen | None = None,
+    ) -> Session:
+        """A session whose rows use these adapters; `chosen`: what they were, where others may have their names by now.
+        Raises InputError if the model is closed.
+        """
         model = self.live_backend()
-        batch, used = len(names), self._chosen(names)
+        batch, used = len(names), chosen or self._chosen(names)
         backend = model.open_session(batch)
         observers = [factory.open(batch) for factory in self.observers]
         if used is not None:
@@ -91,9 +98,17 @@ class Sessions:
             backend.close()
             raise
 
-    def encoded(self, sources: Sources, names: list[str | None]) -> Session:
-        """A session whose rows use these adapters, after the encoder has run over their sources, if there are any."""
-        session = self.open(names)
+    def opener(self, sources: Sources, names: list[str | None]) -> Callable[[], Session]:
+        """What opens such sessions as `encoded` does, with those that have these names now. Raises InputError."""
+        return partial(self.encoded, sources, names, self._chosen(names))
+
+    def encoded(
+        self, sources: Sources, names: list[str | None], chosen: Chosen | None = None
+    ) -> Session:
+        """A session whose rows use these adapters, after the encoder has run over their sources, if there are any;
+        `chosen`: as of `open`.
+        """
+        session = self.open(names, chosen=chosen)
         if sources is not None and self._facts.encoder is not None:
             session.encode(*padded(sources, self._facts.encoder))
         return session
@@ -121,6 +136,12 @@ class Sessions:
         if self._adapters is None:
             raise InputError(NO_ADAPTERS.format(name))
         self._adapters.add(name, read_adapter(os.fspath(path)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no session that opens from now on choose an adapter that was loaded. Raises InputError."""
+        if self._adapters is None:
+            raise InputError(NO_ADAPTERS.format(name))
+        self._adapters.remove(name)
 
     def shared(self) -> dict[str, int] | None:
         """Figures of what sessions share; None: nothing."""

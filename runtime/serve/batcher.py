@@ -144,8 +144,7 @@ class Batcher:
             del self.running[job.id]
             if not self.running:
                 self._queue.counts["kv_bytes"] = 0
-            for name in ("drafted", "accepted"):
-                self._queue.counts[f"{name}_total"] += job.row.drafting[name]
+            self._queue.count_drafts(job.row)
         job.end(error)
 
     def _leave(self, jobs: Sequence[Job]) -> None:

@@ -13,7 +13,8 @@ from accel.runtime.backends.onnx.tune import AUTO
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.inputs.tokenizer_config import TOKENIZER
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.model.load import from_artifact
+from accel.runtime.model.load import draft_of, from_artifact
+from accel.runtime.schedule import chosen
 from accel.runtime.serve.embedder import Embedder
 from accel.runtime.serve.engine import Engine
 from accel.runtime.serve.phases import Phases, serving
@@ -65,3 +66,16 @@ def check_served(artifact: Artifact) -> None:
     if encoder or TOKENIZER not in artifact.files:
         lacks = "it is an encoder-decoder" if encoder else "it has no tokenizer"
         raise InputError(f"{artifact.path} cannot be served: {lacks}; build another, or use `run`")
+
+
+def memory_of(artifact: Artifact, max_batch: int) -> int:
+    """An estimate of the bytes that it takes to serve an artifact: its files, and the state of `max_batch` whole
+    contexts, of its draft model too, in each process that its schedule asks for. What calls need while they run comes
+    on top. Raises ArtifactError.
+    """
+    drafts = draft_of(artifact)
+    models = [artifact] if drafts is None else [artifact, drafts]
+    tokens = max_batch * artifact.facts.max_context
+    held = sum(int(one.report.get("kv_bytes_per_token", 0)) for one in models)
+    files = sum(file.bytes for file in artifact.files.values())
+    return len(chosen(artifact.recipe).homes) * (files + tokens * held)

@@ -250,7 +250,7 @@ class Phases:
         with self._changed:
             answers = list(self._answers.values())
             names = sorted({name for one in answers for name in one})
-            found = {name: sum(one[name] for one in answers) for name in names}
+            found = {name: sum(one.get(name, 0) for one in answers) for name in names}
             return {**found, "requests_total": self._number, "moved_bytes": self.bytes_sent}
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:

@@ -109,6 +109,17 @@ def test_requests_get_the_tokens_that_they_get_alone(opened, name):
             assert any(told) == (name in ("drafts", "jacobi", "fastcot"))
         assert all(each.accepted < each.completion_tokens for each in used)
         assert engine.stats["requests_total"] == len(asked)
+        by_position(engine.stats)
+
+
+def by_position(stats):
+    """Of drafts by the tokens at each position: as many in all, no later one is more, and a draft has a first one."""
+    for name in ("drafted", "accepted"):
+        key = f"draft_{name}_total/"
+        count = sum(one.startswith(key) for one in stats)
+        told = [stats[f"{key}{position}"] for position in range(1, count + 1)]
+        assert told == sorted(told, reverse=True) and sum(told) == stats[f"{name}_total"], name
+    assert stats.get("draft_drafted_total/1", 0) == stats["drafts_total"]
 
 
 def test_blocks_run_out_and_requests_run_again(opened):

@@ -10,6 +10,7 @@ import accel
 from accel.ir.axis import Axis
 from accel.ir.errors import InputError
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.costs import Costs
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.draft.model import Model
 from accel.runtime.length import Base
@@ -21,6 +22,7 @@ from accel.runtime.loop.lookahead import Lookahead
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.loop.speculative import _Rounds as RoundsOfDrafts
 from accel.runtime.sample.standard import Standard
+from accel.runtime.speculation.guard import Guard
 from accel.runtime.verify.sample_match import SampleMatch
 
 from ..draft_case import Known, plain, rows_of
@@ -121,6 +123,50 @@ def test_a_draft_models_rows_follow(model, want):
         if row.drafting["drafted"]
     ]
     assert stood and all(stood), "a draft follows another row"
+
+
+def widths(model, costs, *, free=True):
+    """Tokens that each row has in the widest call of 1, 2, 4 and 8 rows that run, and of 1 again; all drafts stand."""
+    texts = [np.roll(PROMPTS[0], i) for i in range(8)]
+    ends = {"limit": 150, "max_context": model.facts.max_context}
+    futures = {
+        tuple(text.tolist()): plain(model.session(), rows_of([text], **ends))[0] for text in texts
+    }
+    told = context(Known(futures, free=free), "chain", None, Fixed(31))
+    told = DecodeContext(told.methods, costs)
+    groups = [
+        Speculative().rounds(model.session(), rows_of([text], **ends), told) for text in texts
+    ]
+    for one in groups:
+        list(one.start())
+    (group, *others), found = groups, []
+    for rows in (1, 2, 4, 8, 1):
+        while len(group.rows) < rows:
+            group.join(others.pop(0))
+        if len(group.rows) > rows:
+            group.leave(list(range(rows, len(group.rows))))
+        wide = 0
+        for _ in range(6):
+            before = sum(len(row.tokens) for row in group.rows)
+            group.run()
+            wide = max(wide, (sum(len(row.tokens) for row in group.rows) - before) // rows)
+        found.append(wide)
+    group.close()
+    group.session.close()
+    return found
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_drafts_are_shorter_the_more_rows_run(toy, tmp_path, monkeypatch, free):
+    """Calls of up to 8 tokens cost as one of 1, further ones more than in proportion: all rows together draft into that
+    room, whatever the drafter, and a row that is left alone has all of it again.
+    """
+    costs = Costs((1, 8, 16, 32), (1.0, 1.0, 2.4, 4.8))
+    with accel.load(toy.write(tmp_path / "toy", max_batch=8)) as model:
+        assert widths(model, costs, free=free) == [8, 4, 2, 1, 8]
+        of_batch = Guard.of_batch
+        monkeypatch.setattr(Guard, "of_batch", lambda self, batch: of_batch(self, 1))
+        assert widths(model, costs, free=free)[3] > 1, "one that does not count the rows"
 
 
 def compares(name):

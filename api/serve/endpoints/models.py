@@ -18,5 +18,5 @@ def add(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/v1/models/{name}")
     async def one_model(name: str) -> dict[str, Any]:
-        served, _ = serving.models.find(name)
-        return served.entry(name)
+        place, _ = serving.models.place(name)
+        return place.entry(name)

@@ -55,8 +55,8 @@ def add(app: FastAPI, serving: Serving) -> None:
         return await serving.at_once(request, DetokenizeRequest, detokenize)
 
     @app.get("/tokenizer_info")
-    async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
-        served, _ = serving.models.find(model)
+    async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
+        served, _ = await serving.model(request, model)
         tokenizer, facts = _tokenizer(served), served.model.facts
         eos = tokenizer.token(facts.eos[0]) if facts.eos else None
         special: dict[str, str | None] = {"bos_token": None, "eos_token": eos, "pad_token": None}
