@@ -268,11 +268,13 @@ def test_a_model_nobody_uses_is_unloaded(paths, monkeypatch):
 
 
 def test_a_model_is_used_until_the_last_event_of_a_stream(paths, monkeypatch):
-    told, event = [], stream._event
+    told, put = [], stream.EventStream._put
     with serving(paths[:1]) as http:
         (place,) = http.models.places
         monkeypatch.setattr(
-            stream, "_event", lambda text: told.append(dict(place.users)) or event(text)
+            stream.EventStream,
+            "_put",
+            lambda *given: told.append(dict(place.users)) or put(*given),
         )
         assert "[DONE]" in ask(http, "a", stream=True).text
         assert told == [{None: 1}] * len(told) and len(told) > 1

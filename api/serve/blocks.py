@@ -37,9 +37,9 @@ class Blocks(Renderer):
         thought: tokens of reasoning.
     """
 
-    def __init__(self, found: Asked, tickets: Sequence[Ticket]):
+    def __init__(self, asked: Asked, tickets: Sequence[Ticket]):
         (self._ticket,) = tickets
-        self._machine = Machine(found.reading)
+        self._machine = Machine(asked.reading)
         self.blocks: list[Block] = []
         self.finish: str | None = None
         self.thought = 0

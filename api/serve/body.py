@@ -38,7 +38,7 @@ class Parsed(Generic[T]):
         named = [re.sub(r"[^\w.-]", "?", name[:_LONGEST], flags=re.ASCII) for name in self.unknown]
         return {IGNORED: ", ".join(named)}
 
-    def beside(self, ignored: Sequence[str], strict: bool) -> Parsed[T]:
+    def ignoring(self, ignored: Sequence[str], strict: bool) -> Parsed[T]:
         """More of it, in a reader's words. Raises ApiError where `strict`."""
         if strict and ignored:
             told = f"{shown(ignored[0])} is not supported; leave it out, or serve without --strict"

@@ -24,12 +24,12 @@ class Choices(Renderer):
         self,
         kind: type[Reply],
         sent: Generation,
-        found: Asked,
+        asked: Asked,
         tickets: Sequence[Ticket],
         began: float,
     ):
         """`sent`: the client's request; `began`: when it came, of `time.perf_counter`."""
-        served = found.served
+        served = asked.served
         assert served.model.tokenizer is not None, "the command refuses models without"
         self._usage = bool(sent.stream_options and sent.stream_options.include_usage)
         self._reply = kind(
@@ -38,9 +38,9 @@ class Choices(Renderer):
             top=requests.top(sent),
             usage=self._usage,
         )
-        self._tickets, self._prompts = tickets, len(found.prompts)
-        self._choices = [Choice(Machine(found.reading)) for _ in tickets]
-        self._extras = Extras(found, tickets, began)
+        self._tickets, self._prompts = tickets, len(asked.prompts)
+        self._choices = [Choice(Machine(asked.reading)) for _ in tickets]
+        self._extras = Extras(asked, tickets, began)
         self._streams = bool(sent.stream)
 
     def begin(self) -> Iterator[Frame]:

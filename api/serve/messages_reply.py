@@ -29,16 +29,16 @@ class MessageReply(Blocks):
     beat: ClassVar[bytes] = _PING.bytes
 
     def __init__(
-        self, sent: MessagesRequest, found: Asked, tickets: Sequence[Ticket], began: float
+        self, sent: MessagesRequest, asked: Asked, tickets: Sequence[Ticket], began: float
     ):
         """`sent`: the client's request."""
-        super().__init__(found, tickets)
+        super().__init__(asked, tickets)
         self._most, self._stops = sent.max_tokens, sent.stop_sequences or ()
         self._head = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": sent.model or found.served.name,
+            "model": sent.model or asked.served.name,
         }
 
     def begin(self) -> Iterator[Frame]:

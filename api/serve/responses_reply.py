@@ -22,17 +22,17 @@ class ResponseReply(Blocks):
     """Of POST /v1/responses."""
 
     def __init__(
-        self, sent: ResponsesRequest, found: Asked, tickets: Sequence[Ticket], began: float
+        self, sent: ResponsesRequest, asked: Asked, tickets: Sequence[Ticket], began: float
     ):
         """`sent`: the client's request."""
-        super().__init__(found, tickets)
+        super().__init__(asked, tickets)
         self._offered = Offered.of(sent.tools or [])
         self._sums = bool(sent.reasoning and sent.reasoning.summary)
         self._seals = OPAQUE in (sent.include or ())
         self._ids: list[str] = []  # of the blocks' items
         self._sequence = 0
         self._failed = False
-        self._head = _head(sent, found, self._offered)
+        self._head = _head(sent, asked, self._offered)
         self._head_text = json.dumps(self._head)[
             1:-1
         ]  # it grows with the body; a stream repeats it
@@ -177,7 +177,7 @@ def _part(block: Block) -> Object:
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
-def _head(sent: ResponsesRequest, found: Asked, offered: Offered) -> Object:
+def _head(sent: ResponsesRequest, asked: Asked, offered: Offered) -> Object:
     """What a response says of its request."""
     text, reasoning = sent.text, sent.reasoning
     choice = sent.tool_choice
@@ -192,7 +192,7 @@ def _head(sent: ResponsesRequest, found: Asked, offered: Offered) -> Object:
         "instructions": sent.instructions,
         "max_output_tokens": sent.max_output_tokens,
         "metadata": sent.metadata or {},
-        "model": sent.model or found.served.name,
+        "model": sent.model or asked.served.name,
         "parallel_tool_calls": sent.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {

@@ -112,10 +112,10 @@ class Serving:
 
         def taken() -> tuple[Parsed[Any], list[Ticket], Renderer]:  # this does, too
             found = read(body.asked, served, adapter)
-            beside = body.beside(found.ignored, self.limits.strict)
+            ignoring = body.ignoring(found.ignored, self.limits.strict)
             tickets = found.submit()
             try:
-                return beside, tickets, kind(body.asked, found, tickets, began)
+                return ignoring, tickets, kind(body.asked, found, tickets, began)
             except BaseException:
                 for ticket in tickets:
                     ticket.cancel()

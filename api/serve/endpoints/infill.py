@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from accel.serve.choices import Choices
 from accel.serve.replies import CompletionReply
 from accel.serve.requests import of_infill
 from accel.serve.schemas import InfillRequest
@@ -19,7 +21,8 @@ def add(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/infill")
     async def infill(request: Request) -> Response:
-        found = await serving.generated(request, InfillRequest, of_infill, CompletionReply)
+        kind = partial(Choices, CompletionReply)
+        found = await serving.generated(request, InfillRequest, of_infill, kind)
         if not isinstance(found, JSONResponse):
             return found
         headers = {k: v for k, v in found.headers.items() if k.startswith("x-")}
