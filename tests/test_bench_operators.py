@@ -7,7 +7,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from bench_operators import Case, difference, forms, linear, unpacked
+from bench_operators import Case, Weight, difference, forms, linear
 
 import accel
 from accel.ir.ops import quantized
@@ -19,42 +19,49 @@ PEAK = Peaks(1, 10e9, 100e9, 50e9, "x")
 CASE = Case("x", "x", {}, {}, 1000.0, 5000.0, "int8")
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_the_reference_of_a_product_is_the_operators(bits, zeros):
-    """Of codes; and norm, gate, offsets and sum, each on top."""
+    """Of codes; and norm, gate, offsets, scales in two levels and sum, each on top."""
     rng = np.random.default_rng(bits)
     n, blocks, block, width = 6, 3, 16, 45
-    q = rng.integers(0, 256, (n, blocks, block * bits // 8)).astype(np.uint8)
+    codes = torch.from_numpy(rng.integers(0, 2**bits, (n, blocks, block)).astype(np.uint8))
+    points = torch.from_numpy(rng.integers(0, 2**bits, (n, blocks)).astype(np.uint8))
+    q = quantized.pack_blocks(codes, bits)
+    points = quantized.pack(points, quantized.zero_bits(bits)) if zeros else None
     scales = rng.random((n, blocks)).astype(np.float32)
-    points = rng.integers(0, 256, (n, -(-blocks * bits // 8))).astype(np.uint8) if zeros else None
     x = rng.standard_normal((4, width)).astype(np.float32)
-    given = (q, scales, points)
     want = quantized.exact_linear(
-        torch.from_numpy(x), *(None if g is None else torch.from_numpy(g) for g in given), None,
-        bits, block,
-    )  # fmt: skip
-    plain = linear(x, *given, None, None, None, None, bits, 0, 0.0)
+        torch.from_numpy(x), q, torch.from_numpy(scales), points, None, bits, block
+    )
+    operands = [None, q.numpy(), scales, None if points is None else points.numpy(), *[None] * 6]
+
+    def weight(middle=0, **more):
+        arrays = [more.get(f"p{i}", o) for i, o in enumerate(operands)]
+        return Weight.of_operands(arrays, bits, block, middle)
+
+    plain = linear(x, weight(), None, None, None, 0, 0.0)
     np.testing.assert_allclose(plain, want.numpy(), rtol=1e-4, atol=1e-4)
     norm = rng.random(width).astype(np.float32)
     scaled = torch.nn.functional.rms_norm(torch.from_numpy(x), (width,), eps=1e-5).numpy() * norm
-    got = linear(x, *given, None, norm, None, None, bits, 0, 1e-5)
-    np.testing.assert_allclose(got, linear(scaled, *given, *[None] * 4, bits, 0, 0.0), rtol=1e-4)
+    got = linear(x, weight(), None, norm, None, 0, 1e-5)
+    np.testing.assert_allclose(got, linear(scaled, weight(), None, None, None, 0, 0.0), rtol=1e-4)
     more = rng.standard_normal((4, n // 2))
     gate, up = torch.from_numpy(plain).chunk(2, -1)
     for number, act in ((1, {}), (2, {}), (3, {"approximate": "tanh"})):
         by = torch.nn.functional.gelu if number > 1 else torch.nn.functional.silu
-        got = linear(x, *given, None, None, more, None, bits, number, 0.0)
+        got = linear(x, weight(), None, None, more, number, 0.0)
         np.testing.assert_allclose(got, (by(gate, **act) * up).numpy() + more, rtol=1e-6)
-    offsets = rng.standard_normal((blocks, n))
     sums = np.pad(x, ((0, 0), (0, 3))).reshape(4, blocks, block).sum(-1)
-    got = linear(x, *given, None, None, None, offsets, bits, 0, 0.0)
-    np.testing.assert_allclose(got, plain + sums @ offsets, rtol=1e-4, atol=1e-4)
-    assert difference(plain, got) > 1e-3, "offsets are seen"
-
-
-def test_codes_are_packed_from_the_lowest_bits():
-    assert unpacked(np.array([0x21, 0x43], np.uint8), 4).tolist() == [1, 2, 3, 4]
+    coarse = rng.standard_normal((n, 1)).astype(np.float16)
+    fine = rng.integers(0, 64, (n, blocks)).astype(np.uint8)
+    for least, wanted in (
+        ({"p7": scales}, scales), ({"p7": coarse, "p9": fine}, coarse.astype(np.float32) * fine),
+    ):  # fmt: skip
+        got = linear(x, weight(middle=3, **least), None, None, None, 0, 0.0)
+        added = sums @ (wanted + 3 * scales).T
+        np.testing.assert_allclose(got, plain + added, rtol=1e-4, atol=1e-3)
+        assert difference(plain, got) > 1e-3, "offsets are seen"
 
 
 def test_forms_differ_by_what_makes_them_cost():

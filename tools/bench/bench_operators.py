@@ -30,6 +30,7 @@ from turns import head, in_turns, median_range, row, seconds
 
 from accel.commands.conditions import Conditions
 from accel.commands.shares import limit_text, percent
+from accel.ir.ops.quantized import pack, unpack, unpack_blocks, zero_bits
 from accel.ir.state import writes_state
 from accel.lowering.onnx.native import DOMAIN, library
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
@@ -87,26 +88,58 @@ def normed(x: Any, weight: Any, epsilon: float) -> Any:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weight
 
 
-def unpacked(packed: Any, bits: int) -> Any:
-    """Bytes [..., n] -> codes [..., n * 8 / bits], the first in the lowest bits."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return (packed[..., None] >> shifts & (2**bits - 1)).reshape(*packed.shape[:-1], -1)
+@dataclass(frozen=True)
+class Weight:
+    """The constants of a Linear: codes [N,blocks,block], scales [N,blocks], the codes of zero and offsets of the same
+    shape or none.
+    """
+
+    codes: Any
+    scales: Any
+    zeros: Any
+    offsets: Any
+    bits: int
+
+    @classmethod
+    def of_operands(cls, arrays: list[Any], bits: int, block: int, middle: int) -> Weight:
+        """`arrays`: by place, None where there is none."""
+        import torch
+
+        q, zeros, fine = arrays[1], arrays[3], arrays[8]
+        scales = numbers(arrays[2], fine)
+        codes = unpack_blocks(torch.tensor(q), bits, scales.shape[1], block).numpy()
+        if zeros is not None:
+            points = unpack(torch.tensor(zeros), zero_bits(bits))
+            zeros = points[:, : scales.shape[1]].numpy()
+        offsets = None if arrays[7] is None else numbers(arrays[7], arrays[9]) + middle * scales
+        return cls(codes, scales, zeros, offsets, bits)
+
+    @property
+    def whole(self) -> Any:
+        """In float64, [N,blocks * block]."""
+        middle = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[..., None]
+        weights = (self.codes.astype(np.float64) - middle) * self.scales[..., None]
+        if self.offsets is not None:
+            weights = weights + self.offsets[..., None]
+        return weights.reshape(len(weights), -1)
+
+
+def numbers(coarse: Any, fine: Any) -> Any:
+    """Scales or offsets in float32, whose own of several blocks times those of each, where they lie so."""
+    coarse = coarse.astype(np.float32)
+    if fine is None:
+        return coarse
+    return coarse.repeat(fine.shape[1] // coarse.shape[1], 1) * fine
 
 
 def linear(
-    x: Any, q: Any, scales: Any, zeros: Any, bias: Any, norm: Any, more: Any, offsets: Any,
-    bits: int, gate: int, epsilon: float,
-) -> Any:  # fmt: skip
+    x: Any, weight: Weight, bias: Any, norm: Any, more: Any, gate: int, epsilon: float
+) -> Any:
     """accel's Linear in float64: x [T,K] -> [T,N], half as wide with a gate."""
     x = x.astype(np.float64)
     if norm is not None:
         x = normed(x, norm, epsilon)
-    codes = unpacked(q, bits).astype(np.float64)
-    middle = 2 ** (bits - 1) if zeros is None else unpacked(zeros, bits)[:, : q.shape[1], None]
-    weights = (codes - middle) * scales[..., None]
-    if offsets is not None:
-        weights = weights + offsets.T[..., None]
-    out = x @ weights.reshape(len(q), -1)[:, : x.shape[-1]].T
+    out = x @ weight.whole[:, : x.shape[-1]].T
     out = out if bias is None else out + bias
     if gate:
         first, second = np.split(out, 2, -1)
@@ -173,26 +206,29 @@ def product_case(
     if (one.node.domain, one.node.op) != (DOMAIN, "Linear"):
         return None
     node = next(n for n in model.graph.node if n.output[0] == one.node.outputs[0])
-    names = [*node.input, *[""] * (8 - len(node.input))]
+    names = [*node.input, *[""] * (10 - len(node.input))]
     arrays = weights_of(model, folder, names)
     held = [numpy_helper.from_array(a, n) for n, a in arrays.items()]
     rng = np.random.default_rng(0)
-    gate, bits = int(one.node.settings.get("gate", 0)), one.bits
+    settings = one.node.settings
+    gate, bits, block = int(settings.get("gate", 0)), one.bits, int(settings["block"])
     wide = one.wide // 2 if gate else one.wide
     given = {names[0]: rng.standard_normal((1, rows, one.deep)).astype(np.float32)}
     if names[6]:
         given[names[6]] = rng.standard_normal((1, rows, wide)).astype(np.float32)
     x, more = given[names[0]][0], given[names[6]][0] if names[6] else None
-    q, scales, zeros, bias, norm, offsets = (arrays.get(names[i]) for i in (1, 2, 3, 4, 5, 7))
-    own = (q, scales, zeros, bias)
-    whole = (norm, more, offsets, bits, gate, float(one.node.settings.get("epsilon", 0)))
-    bare = (None, None, offsets, bits, 0, 0.0)
-    wanted = {"native": linear(x, *own, *whole)[None], "portable": linear(x, *own, *bare)[None]}
-    block = int(one.node.settings["block"])
+    operands = [arrays.get(name) for name in names]
+    weight = Weight.of_operands(operands, bits, block, int(settings.get("middle", 0)))
+    bias, norm = operands[4], operands[5]
+    epsilon = float(settings.get("epsilon", 0))
+    wanted = {
+        "native": linear(x, weight, bias, norm, more, gate, epsilon)[None],
+        "portable": linear(x, weight, bias, None, None, 0, 0.0)[None],
+    }
     copies = max(1, COLD // one.bytes) if rows <= FEW else 1
     ways = {
         "native": alone([node], given, held, node.output[0], out, threads, copies),
-        "portable": portable(one, names, block, given, held, out, threads, copies),
+        "portable": portable(weight, bias, {"x": given[names[0]]}, out, threads, copies),
     }
     shape = f"{count} x [{rows},{one.deep}] [{one.deep},{one.wide}]"
     products = float(rows * one.deep * one.wide)
@@ -201,35 +237,68 @@ def product_case(
 
 
 def portable(
-    one: Product, names: list[str], block: int, given: Arrays, held: list[Any], out: Path, threads: int,
-    copies: int,
-) -> Callable[[], Any]:  # fmt: skip
-    """MatMulNBits, and the sums of blocks times offsets: the product alone, without what the native operator does
-    beside it.
+    weight: Weight, bias: Any, given: Arrays, out: Path, threads: int, copies: int
+) -> Callable[[], Any]:
+    """MatMulNBits of 4 or 8 bits, two where codes have 5 or 6, and the sums of blocks times offsets: the product alone,
+    without what the native operator does beside it.
     """
-    x = names[0]
-    sizes = {"K": one.deep, "N": one.wide, "bits": one.bits, "block_size": block}
-    operands = [x, names[1], names[2], names[3], "", names[4]]
-    while not operands[-1]:
-        operands.pop()
-    how = {"domain": "com.microsoft", "accuracy_level": 4, **sizes}
-    nodes = [helper.make_node("MatMulNBits", operands, ["y"], **how)]
-    used = {*operands}
-    more = []
-    if names[7]:
-        more = [
-            numpy_helper.from_array(np.array([0, 0, -1, block]), "shape"),
-            numpy_helper.from_array(np.array([-1]), "last"),
-        ]
+    bits, codes, scales = weight.bits, weight.codes, weight.scales
+    (rows, blocks, block), deep = codes.shape, given["x"].shape[-1]
+    held: Arrays = {}
+    nodes: list[Any] = []
+
+    def product(codes: Any, scales: Any, zeros: Any, bits: int, bias: Any = None) -> str:
+        n = str(len(nodes))
+        constants = {"q": packed(codes, bits), "s": scales, "z": zeros, "b": bias}
+        names = {k: k + n for k, v in constants.items() if v is not None}
+        held.update({names[k]: v for k, v in constants.items() if v is not None})
+        operands = ["x", names["q"], names["s"], names.get("z", ""), "", names.get("b", "")]
+        while not operands[-1]:
+            operands.pop()
+        sizes = {"K": deep, "N": rows, "bits": bits, "block_size": block, "accuracy_level": 4}
+        nodes.append(
+            helper.make_node("MatMulNBits", operands, ["y" + n], domain="com.microsoft", **sizes)
+        )
+        return "y" + n
+
+    def total(a: str, b: str) -> str:
+        nodes.append(helper.make_node("Add", [a, b], [f"t{len(nodes)}"]))
+        return str(nodes[-1].output[0])
+
+    middle = 2 ** (bits - 1)
+    if bits in (5, 6):
+        none = np.zeros((rows, -(-blocks // 2)), np.uint8)
+        found = product(codes & 15, scales, none, 4, bias)
+        more = (codes >> 4) + np.uint8(8 - middle // 16)
+        found = total(found, product(more, scales * 16, None, 4))
+    else:
+        wide = max(4, bits)
+        points = weight.zeros
+        if points is None and bits < wide:
+            codes = codes + np.uint8(8 - middle)
+        zeros = None if points is None else packed(points, wide)
+        found = product(codes, scales, zeros, wide, bias)
+    if weight.offsets is not None:
+        held |= {
+            "shape": np.array([0, 0, -1, block]),
+            "last": np.array([-1]),
+            "o": weight.offsets.T.copy(),
+        }
         nodes += [
-            helper.make_node("Reshape", [x, "shape"], ["blocks"]),
+            helper.make_node("Reshape", ["x", "shape"], ["blocks"]),
             helper.make_node("ReduceSum", ["blocks", "last"], ["sums"], keepdims=0),
-            helper.make_node("MatMul", ["sums", names[7]], ["offset"]),
-            helper.make_node("Add", ["y", "offset"], ["z"]),
+            helper.make_node("MatMul", ["sums", "o"], ["offset"]),
         ]
-        used.add(names[7])
-    constants = [*more, *(one for one in held if one.name in used)]
-    return alone(nodes, {x: given[x]}, constants, nodes[-1].output[0], out, threads, copies)
+        found = total(found, "offset")
+    constants = [numpy_helper.from_array(a, n) for n, a in held.items()]
+    return alone(nodes, given, constants, found, out, threads, copies)
+
+
+def packed(codes: Any, bits: int) -> Any:
+    """Codes [..., n] in bytes, the first in the lowest bits."""
+    import torch
+
+    return pack(torch.from_numpy(np.ascontiguousarray(codes)), bits).numpy()
 
 
 def attention_case(artifact: Artifact, rows: int, depth: int, threads: int) -> Case | None:
