@@ -29,8 +29,8 @@ _ROWS = 1 << 22  # elements of a weight that are compared at a time
 # row was 0.71 times.
 _SCALE = 0.4  # what a row of codes may be longer or shorter along its weight, as a share
 _WHOLE = 0.05  # the same of all rows together
-# What codes of few bits are shorter by besides, where their steps err least: the error's share. Of a normal distribution
-# it is 0.12 and 0.04 (Max, Quantizing for Minimum Distortion, 1960); by feedback 0.18 and 0.05 were measured.
+# What codes of few bits are shorter by besides, where their steps err least: the error's share. Of normal numbers it is
+# 0.12 and 0.04 (Max, Quantizing for Minimum Distortion, 1960); by feedback 0.18 and 0.05 were measured.
 _SHORTER = {2: 0.2, 3: 0.05}
 
 

@@ -84,7 +84,7 @@ def test_dividing_a_product_changes_nothing(name, passed):
     assert len(divided) == 2
     for site in divided:
         parts = _chosen._parts(program, site, 16)
-        bits = _chosen._divide(program, site, parts, [False, False, True], 4)
+        bits = _chosen._divide(program, site, parts, [4, 4, 8])
         assert list(bits.values()) == [4, 8]
     torch.testing.assert_close(odds(program, tokens), want, atol=1e-5, rtol=0)
 

@@ -120,7 +120,8 @@ class Blocks(Base):
 
     def nearest(self, program: Program, site: Site, bits: int) -> Packed:
         """A site's weight, each block by itself."""
-        weight, how = program.params[site.name], (bits, self.block, self.symmetric)
+        symmetric = self.symmetric or bits in (5, 6)  # which have no zero points
+        weight, how = program.params[site.name], (bits, self.block, symmetric)
         if not site.experts:
             return round_to_nearest(weight, *how)
         return stacked([round_to_nearest(expert, *how) for expert in site.matrices(weight)])

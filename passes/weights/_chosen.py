@@ -1,7 +1,8 @@
-"""Weights in few bits, of which those that cost most for their size get 8: measured, not by their place."""
+"""Weights in few bits, of which those that cost most for their size get more: measured, not by their place."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from accel.ir.axis import option
 from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program
 from accel.ir.weights import Stacked
@@ -36,18 +36,23 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class Chosen(Calibrated):
-    """Embedding and head in 8 bits; of the layers' weights the share `eight` that `few` bits would harm most for their
-    bytes, the others in these, rounded by the calibration text: steps that err least, errors fed back.
+    """Embedding and head in `many` bits; so are of the layers' weights the `share` that `few` bits would harm most for
+    their bytes, the others in these, rounded by the calibration text: steps that err least, errors fed back.
     """
 
     tokens: int = 4096
-    eight: float = option(0.0, least=0, most=1)
 
     few: ClassVar[int] = 4
+    many: ClassVar[int] = 8
+
+    @property
+    @abstractmethod
+    def share(self) -> float:
+        """From 0 to 1."""
 
     def bits(self, site: Site, layers: int) -> int:
         if site.layer is None:
-            return 8
+            return self.many
         return max(4, self.few) if site.experts else self.few
 
     def choose(self, program: Program, tokens: Tensor) -> dict[str, int]:
@@ -60,20 +65,21 @@ class Chosen(Calibrated):
             if s.layer is not None and s.linears
         }
         own = [s for s in found if s.name in parts]
-        chosen = self._chosen(program, tokens, own, parts) if own and self.eight else set()
+        chosen = self._chosen(program, tokens, own, parts) if own and self.share else set()
         for site in own:
-            eight = [(site.name, i) in chosen for i in range(len(parts[site.name]))]
-            if all(eight):
-                bits[site.name] = 8
-            elif any(eight):
-                bits |= _divide(program, site, parts[site.name], eight, self.few)
+            more = [(site.name, i) in chosen for i in range(len(parts[site.name]))]
+            each = [self.many if one else self.few for one in more]
+            if all(more):
+                bits[site.name] = self.many
+            elif any(more):
+                bits |= _divide(program, site, parts[site.name], each)
         forget_unused(program)
         return bits
 
     def _chosen(
         self, program: Program, tokens: Tensor, sites: Sequence[Site], parts: dict[str, list[int]]
     ) -> set[tuple[str, int]]:
-        """The parts of weights that get 8 bits."""
+        """The parts of weights that get more bits."""
         calibration_of(program).progress("measuring what rounding costs", 0.0)
         steps = set(_nodes(program))
         products = {n: s.name for s in sites for n in s.linears if n in steps}
@@ -85,7 +91,7 @@ class Chosen(Calibrated):
             for s in sites
             for i, rows in enumerate(parts[s.name])
         ]
-        room = self.eight * sum(c.size for c in all_of)
+        room = self.share * sum(c.size for c in all_of)
         chosen = set()
         for one in sorted(all_of, key=lambda c: c.loss / c.size, reverse=True):
             if one.size <= room:
@@ -119,14 +125,16 @@ def _parts(program: Program, site: Site, smallest: int) -> list[int]:
 
 
 def _divide(
-    program: Program, site: Site, parts: Sequence[int], eight: Sequence[bool], few: int
+    program: Program, site: Site, parts: Sequence[int], each: Sequence[int]
 ) -> dict[str, int]:
-    """A product for each run of rows of the same bits, in place of one; the bits of their weights by name."""
+    """A product for each run of parts of the same bits, in place of one; the bits of their weights by name. each: of a
+    part.
+    """
     stored = program.params.stored(site.name)
     assert isinstance(stored, Stacked)
     runs: list[list[int]] = []  # numbers of parts
     for i in range(len(parts)):
-        if runs and eight[runs[-1][0]] == eight[i]:
+        if runs and each[runs[-1][0]] == each[i]:
             runs[-1].append(i)
         else:
             runs.append([i])
@@ -134,7 +142,7 @@ def _divide(
     for run in runs:
         name = f"{site.name}[{run[0]}:{run[-1] + 1}]"
         program.params[name] = Stacked.rows([stored.parts[i] for i in run])
-        bits[name] = 8 if eight[run[0]] else few
+        bits[name] = each[run[0]]
     for node in site.linears:
         editor = Editor(program, node.graph)
         bias, start, made = operand_of(node, "bias"), 0, []

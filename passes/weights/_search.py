@@ -66,10 +66,8 @@ def searched_steps(
 def round_by_inputs(
     weight: Tensor, inputs: Tensor, bits: int, block: int, symmetric: bool, damping: float
 ) -> Packed:
-    """A weight [N,K] in few bits: searched steps, and the errors fed back (GPTQ); in 8 bits to the nearest."""
-    if (
-        bits == 8
-    ):  # which err so little that nothing is gained, and symmetric, as the kernels take them
+    """A weight [N,K] in up to 4 bits: searched steps, and the errors fed back (GPTQ); in more to the nearest."""
+    if bits > 4:  # which err so little that nothing is gained, and symmetric, as kernels take them
         return round_to_nearest(weight, bits, block, True)
     counts = in_blocks(importance(inputs)[None], block)[0]
     choose: Steps = partial(searched_steps, counts)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel.ir.axis import option
 from accel.passes.weights._chosen import Chosen
 
 
@@ -13,6 +14,10 @@ from accel.passes.weights._chosen import Chosen
 class Int4(Chosen):
     """About as many bytes as llama.cpp's Q4_K_M: 4.5 bits a weight with its scales, 8.5 for a sixth of the layers."""
 
-    eight: float = 0.17
+    eight: float = option(0.17, least=0, most=1)
 
     error = 1.2  # of random weights, where errors grow from layer to layer
+
+    @property
+    def share(self) -> float:
+        return self.eight
