@@ -143,7 +143,11 @@ def options_of(axis: Axis, like: str = "") -> list[str]:
     """The options of the template, each with its default and range, to be changed."""
     method = class_of(axis, template_of(axis, like))
     allowed = ranges(method)
-    told = {f.name: f"{f.name}: {f.type} = {f.default!r}" for f in fields(method) if f.init}
+    told = {
+        f.name: f"{f.name}: {f.type} = {f.default!r}"
+        for f in fields(method)
+        if f.init and f.name not in method.by_request
+    }
     return [text + (f", {allowed[name]}" if allowed[name] else "") for name, text in told.items()]
 
 

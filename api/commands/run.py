@@ -175,7 +175,7 @@ def run(
     )
     params = SamplingParams(
         max_tokens=max_new_tokens,
-        **vars(sampling),
+        **sampling.options(),
         stop=ends.stop or None,
         stop_token_ids=ends.eos or (),
         ignore_eos=ends.ignore_eos or bool(ends.eos),
