@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -62,29 +63,36 @@ class BregmanTopk(Base):
             before = p.cumsum()[:-1]
             stays = np.flatnonzero(p[1:] <= np.expm1(self.price) * before)
             return int(stays[0]) + 1 if stays.size else p.size
+        within = cache(lambda count: self.within(p[:count]))
+        beyond = self.beyond(p)
+
+        def gains(count: int) -> bool:
+            """Whether one token more than so many is worth its price."""
+            return bool(within(count) + beyond[count] > within(count + 1) + self.price)
+
         low, high = 0, 1  # `low` is too few; `high` may be enough
-        while high < p.size and self._gains(p, high):
+        while high < p.size and gains(high):
             low, high = high, min(2 * high, p.size)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._gains(p, middle) else (low, middle)
+            low, high = (middle, high) if gains(middle) else (low, middle)
         return high
 
-    def _gains(self, p: Floats, count: int) -> bool:
-        """Whether one token more than so many is worth its price."""
-        return self.cost(p[: count + 1], count) > self.cost(p[: count + 1], count + 1) + self.price
-
-    def cost(self, p: Floats, count: int) -> float:
-        """The divergence of p [n], falling, from its nearest distribution over the first `count`."""
-        x = np.zeros_like(p)
-        x[:count] = self.nearest(p[:count])
+    def within(self, p: Floats) -> float:
+        """The divergence of p [k] from its nearest distribution over all of them."""
+        x = self.nearest(p)
         a, b = (p, x) if self.dual else (x, p)
         if self.alpha == 1:
-            return float((a[:count] * np.log(a[:count] / b[:count]) - a[:count]).sum() + b.sum())
+            return float((a * np.log(a / b) - a + b).sum())
         power, scale = self.alpha - 1, self.alpha * (self.alpha - 1)
-        return float(
-            ((a**self.alpha - b**self.alpha) / scale - b**power * (a - b) / power).sum()
-        )
+        return float(((a**self.alpha - b**self.alpha) / scale - b**power * (a - b) / power).sum())
+
+    def beyond(self, p: Floats) -> Floats:
+        """The divergence of each of p [n] from 0."""
+        if self.alpha == 1:
+            return p
+        scale = self.alpha * (self.alpha - 1) if self.dual else self.alpha
+        return p**self.alpha / scale
 
     def nearest(self, p: Floats) -> Floats:
         """The distribution over all of p [k], which sums to at most 1, that is nearest to it."""

@@ -8,7 +8,7 @@ from accel.runtime.sample.epsilon import Epsilon
 
 from .warped import warped
 
-OPTIONS = [{"epsilon": epsilon} for epsilon in (3e-4, 9e-4, 0.02, 0.9)]
+OPTIONS = [{"epsilon": epsilon} for epsilon in (0.05, 3e-4, 9e-4, 0.9)]
 
 
 def probabilities(p, o):

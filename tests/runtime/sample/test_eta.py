@@ -10,7 +10,7 @@ from accel.runtime.sample.eta import Eta
 
 from .warped import warped
 
-OPTIONS = [{"epsilon": epsilon} for epsilon in (3e-4, 2e-3, 0.05, 0.6)]
+OPTIONS = [{"epsilon": epsilon} for epsilon in (0.1, 3e-4, 2e-3, 0.6)]
 NONE = np.zeros(0, np.int64)
 
 
