@@ -36,8 +36,11 @@ from accel.serve import gate
 from accel.serve.limits import Access
 from accel.serve.loading import Models
 from accel.serve.metrics import Metrics
+from accel.serve.models import source
 from accel.serve.renderer import Frame
 from accel.serve.replies import ChatReply, CompletionReply, Score, usage
+from accel.serve.requests import _params
+from accel.serve.schemas import CompletionRequest
 from accel.serve.server import bound
 from accel.serve.stream import EventStream
 
@@ -465,6 +468,42 @@ def test_no_body_breaks_the_server(http):
             assert answer.status_code < 500, (body, answer.text)
             if answer.status_code != 200:
                 error_of(answer, answer.status_code)
+
+
+def test_requests_name_a_sampler(http, model):
+    """Of completions and of chats: the tokens of `generate`; a wrong one is told with its field."""
+    asked = {"use": "bregman-topk", "alpha": 1.0, "price": 0.2}
+    warm = {**GREEDY, "temperature": 1.5, "seed": 3}
+    for path, base, prompt in (
+        ("completions", {"prompt": PROMPT}, PROMPT),
+        ("chat/completions", {"messages": TALK}, TALK),
+    ):
+        given = model.generate(prompt, 12, temperature=1.5, seed=3, sampler=asked)
+        plainly = model.generate(prompt, 12, temperature=1.5, seed=3)
+        answer = http.post(f"/v1/{path}", json={**warm, **base, "sampler": asked}).json()
+        (choice,) = answer["choices"]
+        assert (choice["text"] if "text" in choice else choice["message"]["content"]) == given.text[
+            0
+        ]
+        assert given.text != plainly.text
+        for wrong, words in (
+            ({"use": "typcal"}, "did you mean 'typical'"),
+            ({"use": "typical", "mass": 7.0}, "mass is 7.0; give"),
+            ("typical", "dictionary"),
+        ):
+            error = error_of(http.post(f"/v1/{path}", json={**warm, **base, "sampler": wrong}), 400)
+            assert words in error["message"] and error["param"] == "sampler"
+
+
+def test_a_server_has_a_sampler_for_requests_that_name_none(artifact):
+    """As `serve --sampler` gives it; the control: another one that the request names."""
+    asked = {"use": "bregman-topk", "alpha": 1.0, "price": 0.2}
+    found = source(artifact, None, asked)
+    assert found.again().sampler == asked
+    with found.open() as served:
+        for given, want in ((None, asked), ({"use": "eta"}, {"use": "eta"})):
+            made = _params(CompletionRequest(prompt="a", sampler=given), served, None, ())
+            assert made.sampler == want
 
 
 def test_a_full_queue_and_clients_that_go_away(http, server):

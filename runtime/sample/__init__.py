@@ -42,7 +42,11 @@ def named(table: Any) -> Base:
     """The sampler of a request: `{"use": name, option: value, …}`. Raises InputError."""
     if not isinstance(table, Mapping) or not isinstance(table.get("use"), str):
         raise InputError(f'sampler = {shown(table)}: give {{"use": name, option: value, …}}')
-    options = {str(key): value for key, value in table.items() if key != "use"}
+    options = {
+        str(key): value.item() if isinstance(value, np.generic) else value
+        for key, value in table.items()
+        if key != "use"
+    }
     try:
         found: Base = Axis("sample", __name__).build(table["use"], **options)
         found.check_table(options)

@@ -6,22 +6,35 @@ import pytest
 
 import accel
 from accel.ir.errors import InputError
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.decode.sampling_params import SamplingParams
+from accel.runtime.decode.structured_outputs import Grammar, StructuredOutputsParams
 from accel.runtime.draft.prompt_lookup import PromptLookup
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.loop.autoregressive import Autoregressive
 from accel.runtime.sample import Distribution
 from accel.runtime.sample.standard import Standard
 from accel.runtime.sample.typical import Typical
 from accel.runtime.serve.engine import Engine, Request
 
+from ..diffusion_case import Filler, prompts
 from ..draft_case import plain, rows_of, speculated
 from ..once import made_once
 from ..sample_case import AXIS, own
 
 
+@pytest.fixture(scope="module")
+def tokenizer(toy):
+    return Tokenizer(toy.path / "tokenizer.json")
+
+
+DRAFTED = [[5, 17, 200, 3, 88] * 3, [7, 8] * 12, [9, 4, 9, 4, 9]]
+
+
 @pytest.mark.parametrize("name", AXIS.names())
 def test_drafted_tokens_are_those_of_plain_decoding(toy, name):
     """Given the same random numbers, by the rule that promises it; rows of a batch have samplers of their own."""
-    prompts = [[5, 17, 200, 3, 88] * 3, [7, 8] * 12, [9, 4, 9, 4, 9]]
     samplers = [
         AXIS.build(name, temperature=0.4, **own(name).OPTIONS[0]),
         Typical(0.5, mass=0.5),
@@ -29,7 +42,7 @@ def test_drafted_tokens_are_those_of_plain_decoding(toy, name):
     ]
 
     def rows():
-        made = rows_of(prompts, Standard())
+        made = rows_of(DRAFTED, Standard())
         for row, sampler in zip(made, samplers, strict=True):
             row.sampler = sampler
         return made
@@ -137,6 +150,58 @@ def test_other_options_of_a_request_work_with_a_sampler(opened):
     ruled = model.generate(PROMPTS[0], **asked, logits_processors=[only]).tokens[0]
     assert set(ruled) <= {*range(7), 9}
     assert model.generate(PROMPTS[0], **asked, frequency_penalty=2.0).tokens != free.tokens[:1]
+
+
+def test_grammars_hold_and_drafts_change_no_token_with_a_sampler(toy, tokenizer):
+    """Given the same random numbers; a rejected draft leaves the grammar where it was."""
+    words = Grammar(StructuredOutputsParams(regex="[a-z]{3}( [a-z]{3})*"), tokenizer, toy.vocab)
+
+    def rows():
+        made = rows_of(DRAFTED, Standard())
+        for row in made:
+            sampler = Typical(1.2, mass=0.6)
+            row.sampler = Processed(sampler, toy.vocab, guide=words.begin(row.prompt.size, (0,)))
+        return made
+
+    plainly, made = rows(), rows()
+    with toy.session(batch=3) as session:
+        list(Autoregressive().tokens(session, plainly, DecodeContext()))
+    with toy.session(batch=3) as session:
+        list(speculated(session, made, PromptLookup(ngram=1), "sample-match"))
+    assert [row.tokens for row in made] == [row.tokens for row in plainly]
+    assert all(
+        set(tokenizer.decode(row.tokens)) <= set("abcdefghijklmnopqrstuvwxyz ") for row in made
+    )
+
+
+def test_a_search_that_does_not_sample_refuses_a_temperature_whatever_the_sampler(toy, tmp_path):
+    tables = {"loop": {"use": "beam-patience", "beams": 2}}
+    with accel.load(toy.write(tmp_path / "beams", tables, max_batch=2, max_context=64)) as model:
+        asked = {"sampler": {"use": "typical"}, "eos": []}
+        greedy = model.generate([5, 6], 6, eos=[]).tokens
+        assert model.generate([5, 6], 6, **asked).tokens == greedy
+        with pytest.raises(
+            InputError, match="searches for the most likely text and does not sample"
+        ):
+            model.generate([5, 6], 6, temperature=1.0, **asked)
+
+
+def test_slots_of_a_masked_diffusion_model_are_drawn_with_it():
+    """One slot, one call: `bregman-topk` at a high price leaves the likeliest token, which plain sampling does not."""
+    filler = Filler(False).eval()
+    asked = {"temperature": 3.0, "eos": [], "sampler": {"use": "bregman-topk", "price": 1.0}}
+    recipe = {"loop": {"use": "dllm-lowconf"}}
+    with accel.optimize(filler, recipe, target="eager", max_context=64) as model:
+        best = model.generate(prompts()[0], 1, eos=[]).tokens
+        drawn = [model.generate(prompts()[0], 1, seed=s, **asked).tokens for s in range(6)]
+        plain = [
+            model.generate(prompts()[0], 1, seed=s, temperature=3.0, eos=[]).tokens
+            for s in range(6)
+        ]
+        assert drawn == [best] * 6 != plain
+    chosen = {**recipe, "sample": {"use": "bregman-topk", "price": 1.0}}
+    with accel.optimize(filler, chosen, target="eager", max_context=64) as model:
+        assert model.generate(prompts()[0], 1, seed=0, temperature=3.0, eos=[]).tokens == best
 
 
 WRONG = [
