@@ -69,7 +69,8 @@ def numbers(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 def surprise(p: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     """-p ln p of probabilities [n], in nats; 0 where p is."""
-    out: npt.NDArray[np.float64] = -p * np.log(np.where(p > 0, p, 1.0))
+    some = p.astype(np.float64)
+    out: npt.NDArray[np.float64] = -some * np.log(np.where(some > 0, some, 1.0))
     return out
 
 

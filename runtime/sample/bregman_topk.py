@@ -92,16 +92,20 @@ class BregmanTopk(Base):
         if self.alpha == 1:
             return p
         scale = self.alpha * (self.alpha - 1) if self.dual else self.alpha
-        return p**self.alpha / scale
+        found: Floats = p**self.alpha / scale
+        return found
 
     def nearest(self, p: Floats) -> Floats:
         """The distribution over all of p [k], which sums to at most 1, that is nearest to it."""
         missing = 1 - p.sum()
         if self.alpha == 1 or missing <= _NEAR:
-            return p / p.sum()
-        if self.alpha == 2:  # both ways are one
-            return p + missing / p.size
-        return self._dual(p) if self.dual else self._primal(p)
+            x = p
+        elif self.alpha == 2:  # both ways are one
+            x = p + missing / p.size
+        else:
+            x = self._dual(p) if self.dual else self._primal(p)
+        found: Floats = x / x.sum()
+        return found
 
     def _primal(self, p: Floats) -> Floats:
         """x = (p^(alpha-1) + v)^(1/(alpha-1)), with v so that it sums to 1."""
@@ -117,7 +121,7 @@ class BregmanTopk(Base):
 
         v = _solved(norm, 1.0)
         x: Floats = (q + v) ** (1 / power)
-        return x / x.sum()
+        return x
 
     def _dual(self, p: Floats) -> Floats:
         """x^(alpha-2) (x - p) = v, with v so that x sums to 1."""
@@ -139,7 +143,7 @@ class BregmanTopk(Base):
             return float(x.sum()), float(slope.sum())
 
         x, _ = at(_solved(total, 1.0))
-        return x / x.sum()
+        return x
 
 
 def _solved(value: Callable[[float], tuple[float, float]], high: float) -> float:
