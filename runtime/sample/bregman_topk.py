@@ -19,6 +19,7 @@ from accel.runtime.sample import Base, Distribution
 Floats = npt.NDArray[np.float64]
 _STEPS = 200  # of Newton's method, which takes about six
 _NEAR = 1e-13  # of a sum of probabilities to 1
+_TINY = 1e-300  # what leaves less of a divergence is worth no price
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class BregmanTopk(Base):
     `dual`: D(p, x), which needs alpha above 1. price 0 keeps all tokens as they are.
     """
 
-    alpha: float = option(1.5, least=1, most=64)
+    alpha: float = option(1.5, least=1, most=16)
     price: float = option(0.01, least=0, most=1)
     dual: bool = False
 
@@ -49,7 +50,7 @@ class BregmanTopk(Base):
             whole = some.size == weights.size or reach == 0
             order = some[np.argsort(-weights[some], kind="stable")]
             p = weights[order].astype(np.float64) / law.total
-            count = self._count(p[p > 0])
+            count = self._count(p[p**self.alpha > _TINY])
             if whole or count < p.size:  # the next one was looked at, and is not worth it
                 break
             reach = reach * 1e-2 if reach > 1e-30 else 0.0

@@ -202,8 +202,22 @@ def test_flat_and_certain_distributions(size):
     assert over(BregmanTopk(), certain)[size // 2] == 1
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dual", [False, True])
+@pytest.mark.parametrize("alpha", [1.0001, 1.3, 2.0001, 16.0])
+def test_extreme_options_and_distributions_give_numbers(alpha, dual):
+    """Tokens of e^-600, and prices of almost nothing."""
+    for seed, spread in enumerate((0, 1, 12, 100)):
+        z = np.random.default_rng(seed).standard_normal(300) * spread
+        p = np.exp(z - z.max())
+        p /= p.sum()
+        for price in (1e-9, 0.3):
+            x = over(BregmanTopk(alpha=alpha, dual=dual, price=price), p)
+            assert abs(x.sum() - 1) < 1e-9 and (x[x > 0] >= p[x > 0] - 1e-9).all()
+
+
 def test_kl_has_no_dual():
     with pytest.raises(InputError, match="dual = True needs alpha above 1"):
         named({"use": "bregman-topk", "alpha": 1.0, "dual": True})
-    with pytest.raises((InputError, RecipeError), match="alpha is 0.5; give 1 to 64"):
+    with pytest.raises((InputError, RecipeError), match="alpha is 0.5; give 1 to 16"):
         BregmanTopk(alpha=0.5)
