@@ -718,6 +718,7 @@ def test_what_cannot_be_served_is_one_line(artifact, tmp_path, monkeypatch):
     assert "nothing" in said(tmp_path / "nothing")
     assert "two artifacts are named artifact" in said(artifact, artifact)
     assert "there is no such file" in said(artifact, "--chat-template", "no.jinja")
+    assert "did you mean 'typical'" in said(artifact, "--sampler", "typcal,mass=0.9")
     for host in ("no.such.host.invalid", "a..b", "a" * 70):
         assert "give an address of this machine" in said(artifact, "--host", host)
     for option in ("--drain", "--max-body"):

@@ -103,8 +103,8 @@ Sampler = Annotated[
     str | None,
     typer.Option(
         metavar="NAME[,OPTION=X…]",
-        help="What is drawn from, of what the options above leave: the method and the options of a recipe's [sample], "
-        "such as typical,mass=0.9. Default: the one of the model's recipe.",
+        help="What is drawn from where there is a temperature: the method and the options of a recipe's [sample], such "
+        "as typical,mass=0.9. Default: the one of the model's recipe.",
     ),
 ]
 Seed = Annotated[
