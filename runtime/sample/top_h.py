@@ -16,7 +16,8 @@ BEST = 100  # tokens that are looked at, as in transformers
 @dataclass(frozen=True)
 class TopH(Base):
     """Of the 100 likeliest tokens, those whose sum of -p ln p is at most `share` of all of them, and the first.
-    transformers' `top_h`, which runs before top_k, top_p and min_p there and behind them here.
+    Among equals the lower ids stay. transformers' `top_h`, which runs before top_k, top_p and min_p there and behind
+    them here.
     """
 
     share: float = option(0.4, above=0, most=1)
