@@ -96,9 +96,11 @@ def ranges(method: type[Any]) -> Mapping[str, Range | None]:
 
 def check_options(method: Any, full_name: str) -> None:
     """Raise RecipeError where an option of a method is out of its range, a whole number larger than any size, or a
-    number that is not finite; or no multiple of the option that it must be one of.
+    number that is not finite; or no multiple of the option that it must be one of. Those that come with a request
+    (`Method.by_request`) are not of a table, and the method's own to check.
     """
-    declared = ranges(type(method))
+    theirs = getattr(method, "by_request", ())
+    declared = {n: allowed for n, allowed in ranges(type(method)).items() if n not in theirs}
     for name, allowed in declared.items():
         value = getattr(method, name)
         give = str(allowed or "")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
 from accel.ir.axis import check_options
+from accel.ir.errors import RecipeError
 
 __all__ = ["PROVIDED", "Invariant", "Method"]
 
@@ -62,11 +63,12 @@ class Method:
     and only if one method relies on an invariant that another breaks, or on one in `PROVIDED` that no method provides.
     `small`: options for tiny models and a few dozen tokens, if the defaults are too large. `by_position`: it chooses
     tokens by their position alone, whatever they hold. `files`: options of a method of the loop that name a file or a
-    folder which it reads as it runs; an artifact takes them along. `lacks`: what of its paper it does not do, as a
-    phrase; the table of papers prints it.
+    folder which it reads as it runs; an artifact takes them along. `by_request`: options that come with each request,
+    which no table sets. `lacks`: what of its paper it does not do, as a phrase; the table of papers prints it.
     """
 
     files: ClassVar[tuple[str, ...]] = ()
+    by_request: ClassVar[frozenset[str]] = frozenset()
     small: ClassVar[Mapping[str, Any]] = {}
     by_position: ClassVar[bool] = False
     lacks: ClassVar[str] = ""
@@ -74,6 +76,14 @@ class Method:
     def __post_init__(self) -> None:
         """Check the declared ranges of the options. A class that checks more calls this first."""
         check_options(self, self.full_name)
+
+    def check_table(self, table: Iterable[str]) -> None:
+        """Raise RecipeError where a table that names the method sets an option that comes with each request."""
+        if wrong := [name for name in table if name in self.by_request]:
+            raise RecipeError(
+                f"{self.full_name}: {wrong[0]} comes with each request; leave it out of the table, and give "
+                f"{wrong[0]}=… when it generates"
+            )
 
     @property
     def full_name(self) -> str:

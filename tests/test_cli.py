@@ -116,6 +116,23 @@ def test_run_samples_as_asked(artifact, tmp_path):
     assert (found["tokens"], found["text"]) == (want.tokens[0], want.text[0])
 
 
+def test_run_and_a_recipe_choose_a_sampler(artifact, model, tmp_path):
+    """On the command line by name and options; of a recipe, as it says."""
+    warm = dict(temperature=1.5, seed=5)
+    flags = ["--prompt", "0123", "--temperature", 1.5, "--seed", 5, "--max-new-tokens", 20]
+    flags += ["--ignore-eos", "--json"]
+    with accel.load(artifact) as loaded:
+        asked = {"use": "bregman-topk", "alpha": 1.0, "price": 0.2}
+        plainly = loaded.generate("0123", 20, eos=[], **warm).tokens[0]
+        want = loaded.generate("0123", 20, eos=[], sampler=asked, **warm).tokens[0]
+    typed = call("run", artifact, *flags, "--sampler", "bregman-topk,alpha=1.0,price=0.2")
+    assert json.loads(typed.stdout)["tokens"] == want != plainly
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[sample]\nuse = "bregman-topk"\nalpha = 1.0\nprice = 0.2\n')
+    built = call("run", model, *flags, "--recipe", recipe, "--max-context", 64)
+    assert json.loads(built.stdout)["tokens"] == want
+
+
 def test_run_gives_samples_log_probabilities_and_structure(artifact, tmp_path):
     (tmp_path / "schema.json").write_text('{"enum": [10, 35]}')
     (tmp_path / "digits.lark").write_text('start: "(" /[0-9]{2}/ ")"')
@@ -279,6 +296,9 @@ WRONG = {
     "top_p": (["--prompt", "0", "--top-p", 1.5], ["top_p", "at most 1"]),
     "top_k": (["--prompt", "0", "--top-k", 0], ["top_k", "1"]),
     "min_p": (["--prompt", "0", "--min-p", -0.1], ["min_p", "0"]),
+    "sampler": (["--prompt", "0", "--sampler", "typcal"], ["sampler", "'typcal'", "'typical'"]),
+    "sampler's option": (["--prompt", "0", "--sampler", "typical,mass=2"], ["mass", "less than 1"]),
+    "sampler's form": (["--prompt", "0", "--sampler", "typical,2"], ["'2'", "NAME,OPTION=VALUE"]),
     "seed": (["--prompt", "0", "--seed", -1], ["seed", "0 or more"]),
     "count": (["--prompt", "0", "--max-new-tokens", 0], ["max_tokens", "1 or more"]),
     "stop": (["--prompt", "0", "--stop", ""], ["stop", "non-empty"]),

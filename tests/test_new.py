@@ -12,10 +12,12 @@ from pathlib import Path
 import kinds
 import matrix
 import matrix_loops
+import models
 import new
 import numpy as np
 import pytest
 
+import accel
 from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, PassError, RecipeError
@@ -87,6 +89,36 @@ def test_a_started_loop_of_masked_diffusion_has_a_reference(started):
     assert Path("recipes", "diffusion", f"{NAME}.toml") in made
     assert "surest(1)" in made[Path("tests", "references", "loop", f"{STEM}.py")]
     assert "matrix" not in made[Path("tests", "runtime", "loop", f"test_{STEM}.py")]
+
+
+def test_a_started_sampler_is_three_files_and_requests_draw_with_it(started, toy_sampled):
+    """With nothing edited: chosen by a request and by a recipe, it gives other tokens than plain sampling."""
+    made = started("sample")
+    folders = [
+        Path("runtime", "sample"),
+        Path("recipes", "sampling"),
+        Path("tests", "runtime", "sample"),
+    ]
+    assert [path.parent for path in made] == folders
+    assert f"from accel.runtime.sample.{STEM} import SomeNewOne" in list(made.values())[-1]
+    assert new.options_of(AXES["sample"]) == ["least: float = 0.1, more than 0 and at most 1"]
+    table = {"use": NAME, "least": 0.9}
+    plainly, asked, chosen = toy_sampled({}, None), toy_sampled({}, table), toy_sampled(table, None)
+    assert plainly != asked == chosen
+
+
+@pytest.fixture
+def toy_sampled():
+    """toy_sampled(recipe's table, request's) -> tokens of a tiny model at a high temperature."""
+
+    def get(recipe, request):
+        tables = {"sample": recipe} if recipe else {}
+        module = models.llama()
+        with accel.optimize(module, tables, target="eager", max_context=32) as model:
+            out = model.generate([[5, 6, 7]], 8, temperature=3.0, seed=1, eos=[], sampler=request)
+            return out.tokens
+
+    return get
 
 
 def test_a_started_search_refuses_to_sample(started):

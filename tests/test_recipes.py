@@ -93,8 +93,18 @@ def test_equal_tables_do_not_clash():
         ),
         ({"weights": {"use": "float16", "smallest": "3"}}, "smallest = '3' is str, not int"),
         ({"weights": {"smallest": 3}}, "has no `use`"),
-        ({"sample": {"use": "standard"}}, "sampling is set per request, not in a recipe"),
-        ({"sample": {"use": "my-own"}}, "guide: Add a decoding method"),
+        (
+            {"sample": {"use": "typcal"}},
+            "sample method 'typcal' does not exist; did you mean 'typical'",
+        ),
+        (
+            {"sample": {"use": "eta", "epsilon": 2.0}},
+            "sample.eta: epsilon is 2.0; give more than 0",
+        ),
+        (
+            {"sample": {"use": "standard", "temperature": 0.5}},
+            "sample.standard: temperature comes with each request; leave it out",
+        ),
         ({"weights": 3}, "'weights' is a int, not a table"),
         (3, "recipe is a int"),
         ("no/such/file.toml", "no such recipe file"),

@@ -36,8 +36,11 @@ from accel.serve import gate
 from accel.serve.limits import Access
 from accel.serve.loading import Models
 from accel.serve.metrics import Metrics
+from accel.serve.models import source
 from accel.serve.renderer import Frame
 from accel.serve.replies import ChatReply, CompletionReply, Score, usage
+from accel.serve.requests import _params
+from accel.serve.schemas import CompletionRequest
 from accel.serve.server import bound
 from accel.serve.stream import EventStream
 
@@ -467,6 +470,42 @@ def test_no_body_breaks_the_server(http):
                 error_of(answer, answer.status_code)
 
 
+def test_requests_name_a_sampler(http, model):
+    """Of completions and of chats: the tokens of `generate`; a wrong one is told with its field."""
+    asked = {"use": "bregman-topk", "alpha": 1.0, "price": 0.2}
+    warm = {**GREEDY, "temperature": 1.5, "seed": 3}
+    for path, base, prompt in (
+        ("completions", {"prompt": PROMPT}, PROMPT),
+        ("chat/completions", {"messages": TALK}, TALK),
+    ):
+        given = model.generate(prompt, 12, temperature=1.5, seed=3, sampler=asked)
+        plainly = model.generate(prompt, 12, temperature=1.5, seed=3)
+        answer = http.post(f"/v1/{path}", json={**warm, **base, "sampler": asked}).json()
+        (choice,) = answer["choices"]
+        assert (choice["text"] if "text" in choice else choice["message"]["content"]) == given.text[
+            0
+        ]
+        assert given.text != plainly.text
+        for wrong, words in (
+            ({"use": "typcal"}, "did you mean 'typical'"),
+            ({"use": "typical", "mass": 7.0}, "mass is 7.0; give"),
+            ("typical", "dictionary"),
+        ):
+            error = error_of(http.post(f"/v1/{path}", json={**warm, **base, "sampler": wrong}), 400)
+            assert words in error["message"] and error["param"] == "sampler"
+
+
+def test_a_server_has_a_sampler_for_requests_that_name_none(artifact):
+    """As `serve --sampler` gives it; the control: another one that the request names."""
+    asked = {"use": "bregman-topk", "alpha": 1.0, "price": 0.2}
+    found = source(artifact, None, asked)
+    assert found.again().sampler == asked
+    with found.open() as served:
+        for given, want in ((None, asked), ({"use": "eta"}, {"use": "eta"})):
+            made = _params(CompletionRequest(prompt="a", sampler=given), served, None, ())
+            assert made.sampler == want
+
+
 def test_a_full_queue_and_clients_that_go_away(http, server):
     """429 once all waits are taken; whoever goes away, in its prompt or its stream, frees the place: the tokens that
     it asked for are not made.
@@ -679,6 +718,7 @@ def test_what_cannot_be_served_is_one_line(artifact, tmp_path, monkeypatch):
     assert "nothing" in said(tmp_path / "nothing")
     assert "two artifacts are named artifact" in said(artifact, artifact)
     assert "there is no such file" in said(artifact, "--chat-template", "no.jinja")
+    assert "did you mean 'typical'" in said(artifact, "--sampler", "typcal,mass=0.9")
     for host in ("no.such.host.invalid", "a..b", "a" * 70):
         assert "give an address of this machine" in said(artifact, "--host", host)
     for option in ("--drain", "--max-body"):

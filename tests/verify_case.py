@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.axis import Axis
-from accel.runtime.sample import Base as Sampler
-from accel.runtime.sample import Distribution
+from accel.runtime.sample import Distribution, Sampler
 from accel.runtime.sample.standard import Standard
 from accel.runtime.tree import Siblings, Tree, without
 from accel.runtime.verify import Chance, Target

@@ -115,7 +115,7 @@ def files_of(axis: Axis, name: str, like: str = "") -> dict[Path, str]:
 
     def filled(path: Path) -> str:
         text = path.read_text(encoding="utf-8").replace("Template", title)
-        return text.replace("template", name)
+        return text.replace(".template import", f".{stem} import").replace("template", name)
 
     made = {folder / f"{stem}.py": filled(folder / f"{template}.py")}
     if (recipe := folder / f"{TEMPLATE}.toml").exists():
@@ -123,6 +123,9 @@ def files_of(axis: Axis, name: str, like: str = "") -> dict[Path, str]:
     reference = ROOT / "tests" / "references" / axis.name / f"{template}.py"
     if reference.exists():
         made[reference.with_name(f"{stem}.py")] = filled(reference)
+    path = ROOT / "tests" / folder.relative_to(ROOT) / f"test_{stem}.py"
+    if (own := path.with_name(f"{TEMPLATE}.py")).exists():
+        return {**made, path: filled(own)}
     kind = class_of(axis, template)
     built = "matrix_loops" if axis.name in HOST else "matrix" if recipe.exists() else ""
     if axis.name in SERVING or getattr(kind, "masked_diffusion", False):
@@ -131,7 +134,7 @@ def files_of(axis: Axis, name: str, like: str = "") -> dict[Path, str]:
     test = f'"""{title}: what it must hold beyond the laws of its axis."""\n\n{IMPORTS[built]}import pytest\n\n'
     test += f"from {axis.package}.{stem} import {title}\n\n\n"
     test += (BUILT[built] + CLAIM).format(axis=axis.name, name=name, title=title, other=other)
-    return {**made, ROOT / "tests" / folder.relative_to(ROOT) / f"test_{stem}.py": test}
+    return {**made, path: test}
 
 
 def class_of(axis: Axis, template: str) -> Any:
@@ -143,7 +146,11 @@ def options_of(axis: Axis, like: str = "") -> list[str]:
     """The options of the template, each with its default and range, to be changed."""
     method = class_of(axis, template_of(axis, like))
     allowed = ranges(method)
-    told = {f.name: f"{f.name}: {f.type} = {f.default!r}" for f in fields(method) if f.init}
+    told = {
+        f.name: f"{f.name}: {f.type} = {f.default!r}"
+        for f in fields(method)
+        if f.init and f.name not in method.by_request
+    }
     return [text + (f", {allowed[name]}" if allowed[name] else "") for name, text in told.items()]
 
 

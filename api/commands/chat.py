@@ -82,7 +82,7 @@ def chat(
     ) as model:
         params = SamplingParams(
             max_tokens=model.facts.max_context if max_new_tokens is None else max_new_tokens,
-            **vars(sampling),
+            **sampling.options(),
         )
         with model.chat(system, adapter=adapter, chat_template_kwargs=template) as talk:
             if load is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -98,6 +99,14 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float, typer.Option(metavar="X", help="Values above 1 penalise tokens that already occurred.")
 ]
+Sampler = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[,OPTION=X…]",
+        help="What is drawn from where there is a temperature: the method and the options of a recipe's [sample], such "
+        "as typical,mass=0.9. Default: the one of the model's recipe.",
+    ),
+]
 Seed = Annotated[
     int | None, typer.Option(metavar="N", help="Random seed, for reproducible sampling.")
 ]
@@ -130,7 +139,12 @@ class Sampling:
     top_p: TopP = None
     min_p: MinP = None
     repetition_penalty: RepetitionPenalty = 1.0
+    sampler: Sampler = None
     seed: Seed = None
+
+    def options(self) -> dict[str, Any]:
+        """As `SamplingParams` takes them."""
+        return {**vars(self), "sampler": None if self.sampler is None else sampler(self.sampler)}
 
 
 @dataclass(frozen=True)
@@ -193,6 +207,24 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 # an option as errors name it, in Python's words; not a part of a path
 _PYTHON = re.compile(r"(?<![\w/.=-])([a-z]\w*)=(\{[^}]*\}|'[^']*'|[^\s,;:()]+)")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+
+
+def sampler(text: str) -> dict[str, Any]:
+    """What `SamplingParams` takes, out of `typical,mass=0.9`. Raises InputError."""
+    from accel.runtime.sample import named
+
+    use, *pairs = text.split(",")
+    found: dict[str, Any] = {"use": use.strip()}
+    for pair in pairs:
+        name, mark, value = (part.strip() for part in pair.partition("="))
+        if not mark:
+            raise InputError(f"--sampler {text}: {pair!r} is no option; write NAME,OPTION=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:  # a word
+            found[name] = value
+    named(found)
+    return found
 
 
 def recipe(recipes: list[str] | None) -> str | list[str]:

@@ -29,6 +29,7 @@ Examples:
   accel-compile run ./artifact --adapter poet --prompt "Once upon a time"
   accel-compile run ./artifact --prompt-file system.txt --save-session system.session
   accel-compile run ./artifact --session system.session --prompt "And now?"
+  accel-compile run ./artifact --prompt "Once upon" --temperature 1.2 --sampler typical,mass=0.9
   accel-compile run ./artifact --tokens 1,5,9 --json
   accel-compile run ./my-t5 --input "translate English to German: Good morning."
   accel-compile run ./my-whisper --input features.npy
@@ -175,7 +176,7 @@ def run(
     )
     params = SamplingParams(
         max_tokens=max_new_tokens,
-        **vars(sampling),
+        **sampling.options(),
         stop=ends.stop or None,
         stop_token_ids=ends.eos or (),
         ignore_eos=ends.ignore_eos or bool(ends.eos),

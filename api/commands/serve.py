@@ -143,6 +143,7 @@ def serve(
     bounds: RequestLimits,
     loaded: Loaded,
     chat_template: options.ChatTemplate = None,
+    sampler: options.Sampler = None,
     loading: options.Loading,
 ) -> None:
     """Serve artifacts to clients of OpenAI and Anthropic, with a page at / that compares them.
@@ -179,9 +180,10 @@ def serve(
         if api_key is None:
             raise InputError("--adapters lets clients have files read; give an --api-key too")
     text = None if chat_template is None else options.template(chat_template)
+    drawn = None if sampler is None else options.sampler(sampler)
     how = {"max_batch": bounds.max_batch, "max_waiting": bounds.max_waiting, **vars(loading)}
     with bound(address.host, address.port) as listener, ExitStack() as stack:
-        sources = [source(path, text, **how) for path in paths]
+        sources = [source(path, text, drawn, **how) for path in paths]
         memory = None if loaded.memory is None else round(loaded.memory * 1e9)
         say = partial(typer.echo, err=True)
         models = stack.enter_context(

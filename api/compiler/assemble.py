@@ -26,6 +26,9 @@ EVICTION = (
 )  # axes that one pass takes together
 WINDOW = "window"  # an axis that every recipe has, if it can
 STEPS = ("kv.reuse", "prefill.ranks", "draft")  # axes of the engine whose methods name passes
+OF_REQUESTS = frozenset(
+    {"sample", "schedule"}
+)  # axes that change nothing of a build, nor of one greedy request
 DRAFTING = {  # axes of speculative decoding
     "draft": "draft proposes tokens",
     "verify": "verify sets which drafted tokens are accepted",
@@ -84,17 +87,12 @@ def assemble_alone(recipe: Recipe) -> Plan:
     """The same, without a look for the nearest recipe that works, which takes ten times as long."""
     axes = find_axes()
     plan = Plan(recipe)
-    if "sample" in recipe.tables:
-        raise RecipeError(
-            f"recipe '{recipe.name}': sampling is set per request, not in a recipe; leave "
-            "[sample] out, and give temperature=…, top_k=… and top_p=… when it generates; a sampler of your own is "
-            "called by a loop of your own (guide: Add a decoding method)"
-        )
     for name, table in recipe.tables.items():
         axis = _axis(axes, recipe, name)
         options = {k: v for k, v in table.items() if k != "use"}
         try:
             method = axis.build(table["use"], **options)
+            method.check_table(options)
         except RecipeError as error:
             raise RecipeError(f"recipe '{recipe.name}': {error}") from None
         plan.methods[name] = method

@@ -145,7 +145,7 @@ def check_sampling(params: Any, row: str | None) -> None:
         raise InputError(f"params is {shown(params)}; give accel.SamplingParams(…)")
     if params.n != 1:
         raise InputError(f"n = {params.n}: a row gets one text; leave n at 1, and repeat rows")
-    if params.seed is not None and not params.sampler.greedy and row is None:
+    if params.seed is not None and not params.greedy and row is None:
         raise InputError(
             "a seed needs ids of rows, of which each row's own seed is made; name their column"
         )

@@ -29,13 +29,14 @@ FLOAT = 4  # bytes
 @dataclass(frozen=True)
 class Served:
     """A model that is loaded. `chat_template`: in place of the model's own, as `Tokenizer.apply_chat_template` takes
-    it.
+    it; `sampler`: of requests that name none, as `SamplingParams` takes it.
     """
 
     name: str
     model: CompiledModel
     engine: Engine | Phases | Embedder
     chat_template: str | None = None
+    sampler: Mapping[str, Any] | None = None
 
     @property
     def about(self) -> About:
@@ -107,20 +108,27 @@ class Source:
     about: About
     bytes: int
     chat_template: str | None
+    sampler: Mapping[str, Any] | None
     options: Mapping[str, Any]
 
     def again(self) -> Source:
         """It as its folder is now. Raises AccelError."""
-        return replace(source(self.path, self.chat_template, **self.options), name=self.name)
+        found = source(self.path, self.chat_template, self.sampler, **self.options)
+        return replace(found, name=self.name)
 
     @contextmanager
     def open(self) -> Iterator[Served]:
         """Loaded. Raises AccelError."""
         with opened(self.path, **self.options) as (model, engine):
-            yield Served(self.name, model, engine, self.chat_template)
+            yield Served(self.name, model, engine, self.chat_template, self.sampler)
 
 
-def source(path: Path, chat_template: str | None = None, **options: Any) -> Source:
+def source(
+    path: Path,
+    chat_template: str | None = None,
+    sampler: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Source:
     """An artifact under the name of its folder, checked but for what only its weights can tell; `options` of `opened`.
     Raises AccelError.
     """
@@ -140,4 +148,4 @@ def source(path: Path, chat_template: str | None = None, **options: Any) -> Sour
     chats = chat_template is not None or bool(config.templates)
     about = About(facts, artifact.recipe, artifact.report, chats, most)
     size = memory_of(artifact, most)
-    return Source(artifact.path.name, path, about, size, chat_template, options)
+    return Source(artifact.path.name, path, about, size, chat_template, sampler, options)

@@ -289,6 +289,7 @@ def _params(
         repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
+        sampler=served.sampler if asked.sampler is None else asked.sampler,
         seed=None if asked.seed is None else asked.seed % (1 << 64),  # OpenAI's may be negative
         stop=asked.stop or None,
         stop_token_ids=[*(asked.stop_token_ids or ()), *ends],

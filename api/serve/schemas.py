@@ -60,7 +60,9 @@ class StructuredOutputs(Schema):
 
 
 class ForReply(Schema):
-    """What every request for texts has; None: not given. Those after `top_p` are vLLM's."""
+    """What every request for texts has; None: not given. Those after `top_p` are vLLM's, but for
+    `sampler`, as `accel.SamplingParams` has it.
+    """
 
     model: str | None = None  # the one that is served
     stream: bool | None = None
@@ -69,6 +71,7 @@ class ForReply(Schema):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    sampler: dict[str, Any] | None = None
     seed: int | None = None
     stop_token_ids: Listed[int] | None = None
     ignore_eos: bool | None = None

@@ -13,12 +13,12 @@ from accel.ir.errors import InputError
 from accel.runtime.call import Logits
 from accel.runtime.decode.structured_outputs import Guide
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
-from accel.runtime.sample import Base, Distribution, numbers
+from accel.runtime.sample import Distribution, Sampler, numbers
 
 LogitsProcessor = Callable[[Ints, Logits], Any]  # (token ids [n], logits float32 [V]) -> logits [V]
 
 
-class Processed(Base):
+class Processed(Sampler):
     """A sampler over changed logits, as in vLLM: first `logit_bias`, then `logits_processors` in their order, then
     the grammar, then all that the sampler does itself.
 
@@ -28,7 +28,7 @@ class Processed(Base):
 
     def __init__(
         self,
-        sampler: Base,
+        sampler: Sampler,
         vocab_size: int,
         bias: Mapping[int, float] | None = None,
         processors: Sequence[LogitsProcessor] = (),

@@ -13,7 +13,7 @@ from accel.ir.errors import InputError
 from accel.runtime.call import Logits
 from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.sample import Base as Sampler
+from accel.runtime.sample import Sampler
 
 STAGES = (
     "draft",

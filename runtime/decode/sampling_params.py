@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
 from accel.ir.errors import InputError, shown
@@ -13,6 +13,8 @@ from accel.runtime.decode.logits_processors import LogitsProcessor
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import as_ints, check_vocabulary
 from accel.runtime.inputs.prompts import as_count, as_eos, check_stops
+from accel.runtime.sample import Base as SampleMethod
+from accel.runtime.sample import named
 from accel.runtime.sample.standard import Standard
 
 MAX_TOKENS = 64
@@ -32,6 +34,8 @@ class SamplingParams:
         repetition_penalty: above 1 penalises tokens of the prompt and the output.
         presence_penalty: lowers the logits of tokens that the output has by this much, -2 to 2; below 0 raises them.
         frequency_penalty: lowers them by this much for each time that it has them, -2 to 2.
+        sampler: what is drawn from, of what the options above leave: `{"use": name, option: value, …}`, with the name
+            and options of a recipe's `[sample]` (`accel-compile recipes`); None: the one of the model's recipe.
         seed: random seed for reproducible sampling; each prompt has its own generator from it.
         stop: strings that end a row; they are not part of its text.
         stop_token_ids: token ids that end a row, in addition to the model's own.
@@ -55,6 +59,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    sampler: Mapping[str, Any] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: int | Sequence[int] = ()
@@ -71,10 +76,10 @@ class SamplingParams:
             as_count(self.seed, "seed", 0)
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos = {shown(self.ignore_eos)}: give True or False")
-        self.sampler  # noqa: B018  (checks its options)
+        self.sampler_behind(0)  # checks its options
         check_stops(self.stop)
         as_count(self.n, "n", 1)
-        if self.n > 1 and self.sampler.greedy:
+        if self.n > 1 and self.greedy:
             raise InputError(
                 f"n = {self.n} with temperature 0 gives the same text {self.n} times; give a temperature above 0"
             )
@@ -93,16 +98,15 @@ class SamplingParams:
             )
 
     @property
-    def sampler(self) -> Standard:
-        """The sampler of these options, where there is no prompt."""
-        return self.sampler_behind(0)
+    def greedy(self) -> bool:
+        """Whether nothing is ever drawn."""
+        return self.temperature == 0
 
-    def sampler_behind(self, prompt: int) -> Standard:
-        """The sampler of these options behind a prompt of so many tokens."""
-        return Standard(
-            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
-            self.presence_penalty, self.frequency_penalty, prompt,
-        )  # fmt: skip
+    def sampler_behind(self, prompt: int, default: SampleMethod = Standard()) -> SampleMethod:  # noqa: B008  (frozen)
+        """The sampler of these options behind a prompt of so many tokens. `default`: the model's own."""
+        method = default if self.sampler is None else named(self.sampler)
+        said = {name: getattr(self, name) for name in method.by_request if name != "start"}
+        return replace(method, **said, start=prompt)
 
     @property
     def token_by_token(self) -> list[str]:
@@ -132,6 +136,7 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    sampler: Mapping[str, Any] | None
     seed: int | None
     stop: str | Sequence[str] | None
     eos: Any

@@ -13,7 +13,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft._by_logits import ByModel
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.sample import Base as Sampler
+from accel.runtime.sample import Sampler
 from accel.runtime.speculation.follow import Follower, opening, reads_whole
 
 CHAIN = 4  # tokens of a draft that would have been

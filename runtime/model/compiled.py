@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from accel.ir.axis import host_method
 from accel.ir.errors import ArtifactError, InputError, shown
 from accel.ir.facts import Facts
 from accel.runtime.artifact.artifact import Artifact, copy_artifact
@@ -56,6 +57,7 @@ from accel.runtime.model.sample import Prepared, Sample
 from accel.runtime.model.sessions import Sessions
 from accel.runtime.model.stream import Stream
 from accel.runtime.model.transcript import pieces
+from accel.runtime.sample import Base as SampleMethod
 from accel.runtime.session.saved import imported, saved_session
 from accel.runtime.session.session import Session
 
@@ -97,6 +99,7 @@ class CompiledModel:
         if artifact is not None:
             tables = located(tables, HOST, artifact.path, artifact.files)
         self._loop, self._methods = chosen(tables)
+        self._sampler: SampleMethod = host_method(tables, "sample", "standard")
         draft = self._methods.get("draft")
         self._store = None if draft is None else draft.store(facts, tokenizer)
         self._sessions = Sessions(backend, facts, self.recipe, artifact, adapters, weights)
@@ -130,6 +133,7 @@ class CompiledModel:
             min_p: sample from tokens with at least this fraction of the highest probability (None: all).
             repetition_penalty: above 1 penalises tokens that already occurred.
             presence_penalty, frequency_penalty: as in `SamplingParams`; the prompt's tokens do not count.
+            sampler: `{"use": name, option: value, …}`, as in `SamplingParams`. None: that of the model's recipe.
             seed: random seed; sampling is reproducible with it.
             stop: strings that end a row; they are not part of the text.
             eos: token ids that end a row and stay in its tokens. None: the model's own; []: none.
@@ -501,7 +505,9 @@ class CompiledModel:
     ) -> list[Sample]:
         """What will be made, checked before any work. Raises InputError, also if the model is closed."""
         self._sessions.live_backend()
-        return samples_of(prompts, params, self.facts, self.tokenizer, self._loop, marks)
+        return samples_of(
+            prompts, params, self.facts, self.tokenizer, self._loop, self._sampler, marks
+        )
 
     def _stream(
         self,

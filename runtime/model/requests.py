@@ -24,7 +24,8 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import Base as Loop
 from accel.runtime.model.sample import Sample
 from accel.runtime.model.transcript import Transcript
-from accel.runtime.sample import Base as Sampler
+from accel.runtime.sample import Base as SampleMethod
+from accel.runtime.sample import Sampler
 from accel.runtime.session.prompt.filter import unseen
 from accel.runtime.session.session import Session
 
@@ -129,10 +130,12 @@ def samples_of(
     facts: Facts,
     tokenizer: Tokenizer | None,
     loop: Loop,
+    default: SampleMethod,
     marks: frozenset[int] = frozenset(),
 ) -> list[Sample]:
     """`n` samples of each prompt, each prompt with its own generator from the seed, of which its later samples' are
-    spawned. `loop`: the one that will make them; `marks`: see `Transcript`. Raises InputError.
+    spawned. `loop`: the one that will make them; `default`: the model's sampler; `marks`: see `Transcript`.
+    Raises InputError.
     """
     check_makes_text(facts)
     loop.check(tokenizer)
@@ -158,7 +161,7 @@ def samples_of(
         prompt = prompt.copy()  # the array says whose samples rows are
         rng = np.random.default_rng(params.seed)
         for generator in [rng, *rng.spawn(params.n - 1)]:
-            sampler: Sampler = params.sampler_behind(prompt.size)
+            sampler: Sampler = params.sampler_behind(prompt.size, default)
             if bias or processors or grammar:
                 guide = None if grammar is None else grammar.begin(prompt.size, ends)
                 sampler = Processed(sampler, size, bias, processors, guide)

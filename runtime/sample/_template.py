@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from accel.ir.axis import option
-from accel.runtime.sample import Base, Distribution, numbers
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.sample import Base, Distribution, at_least
 
 
 @dataclass(frozen=True)
 class Template(Base):
-    """What the next token is drawn from: here, softmax(logits / temperature)."""
+    """What the next token is drawn from: here, of tokens with at least `least` of the likeliest one's probability."""
 
-    temperature: float = option(1.0, above=0)
+    least: float = option(0.1, above=0, most=1)
 
-    def scores(
-        self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.float32]:
-        return numbers(logits)
-
-    def distribution(
-        self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
-    ) -> Distribution:
-        scores = self.scores(logits, seen)
-        weights = np.exp((scores - scores.max()) / self.temperature)
-        return Distribution(np.arange(scores.size), weights)
+    def reshape(self, law: Distribution, seen: Ints) -> Distribution:
+        likeliest = law.probabilities.max()
+        return at_least(law, self.least * likeliest)

@@ -72,6 +72,8 @@ def request_to_json(request: Request, prompt: Ints) -> dict[str, Any]:
     del params["logits_processors"]
     if (bias := params["logit_bias"]) is not None:
         params["logit_bias"] = [[int(token), float(value)] for token, value in bias.items()]
+    if (sampler := params["sampler"]) is not None:
+        params["sampler"] = dict(sampler)
     if (guide := params["structured_outputs"]) is not None:
         params["structured_outputs"] = {f.name: getattr(guide, f.name) for f in fields(guide)}
         if hasattr(guide.json, "model_json_schema"):

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant, Method
 from accel.runtime.inputs.ints import Ints, check_vocabulary
-from accel.runtime.sample import Base as Sampler
-from accel.runtime.sample import Distribution
+from accel.runtime.sample import Distribution, Sampler
 from accel.runtime.tree import ROOT, Draw, Siblings, Tree
 
 __all__ = ["Base", "Chance", "Target", "Verdict"]

@@ -178,5 +178,5 @@ def test_a_sampler_refuses_an_option_as_an_input_and_in_a_recipe():
             AXES["sample"].method("standard")(temperature=value)
         with pytest.raises(RecipeError, match=f"sample.standard: {words}"):
             AXES["sample"].build("standard", temperature=value)
-    with pytest.raises(InputError, match="temperature is 0; give more than 0"):
-        Drawn(temperature=0)
+    with pytest.raises(InputError, match="least is 0; give more than 0"):
+        Drawn(least=0)

@@ -35,7 +35,7 @@ from results import folder, weights
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import accel
-from accel.compiler.assemble import EVICTION, assemble
+from accel.compiler.assemble import EVICTION, OF_REQUESTS, assemble
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.choose.builds import Builds
 from accel.ir.axis import find_axes
@@ -97,11 +97,11 @@ def chosen() -> set[str]:
 
 
 def suited() -> list[str]:
-    """The recipes of causal models, which the bundled one is, but for schedules, which change no request."""
+    """The recipes of causal models, which the bundled one is, but for those that change no greedy request."""
     return [
         n
         for n in bundled()
-        if Recipe.load(n).tables.keys() != {"schedule"}
+        if not Recipe.load(n).tables.keys() <= OF_REQUESTS
         and not getattr(assemble(Recipe.load(n)).methods.get("loop"), "masked_diffusion", False)
     ]
 

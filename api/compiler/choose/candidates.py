@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from accel.compiler.assemble import EVICTION, GRADES, Plan, assemble, check_target, fit
+from accel.compiler.assemble import EVICTION, GRADES, OF_REQUESTS, Plan, assemble, check_target, fit
 from accel.compiler.choose.front import Point, Stage, front
 from accel.compiler.pipeline import pipeline
 from accel.ir.errors import AccelError
@@ -40,12 +40,12 @@ BASE = Candidate()
 
 
 def singles(recipes: Sequence[str] | None = None) -> list[Candidate]:
-    """The bundled recipes, but for schedules, which say nothing of one request, or the given ones, each once: one of
+    """The bundled recipes, but for those that say nothing of one greedy request, or the given ones, each once: one of
     each kind before the second of any.
 
     Raises RecipeError where a given one does not exist.
     """
-    names = list(recipes) if recipes else [n for n in bundled() if not _schedules(n)]
+    names = list(recipes) if recipes else [n for n in bundled() if not _of_requests(n)]
     kinds: dict[frozenset[str], list[str]] = {}
     for name in dict.fromkeys(names):
         if name != "base":
@@ -55,9 +55,9 @@ def singles(recipes: Sequence[str] | None = None) -> list[Candidate]:
     return [Candidate((name,)) for turn in turns for name in turn if name is not None]
 
 
-def _schedules(name: str) -> bool:
-    """Whether all that it sets is how an engine serves many."""
-    return set(Recipe.load(name).tables) == {"schedule"}
+def _of_requests(name: str) -> bool:
+    """Whether all that it sets is how an engine serves many, or what requests with a temperature are drawn from."""
+    return set(Recipe.load(name).tables) <= OF_REQUESTS
 
 
 def _kind(recipe: Recipe) -> frozenset[str]:

@@ -32,10 +32,14 @@ def details(method: Any) -> str:
 
 
 def options(method: Any, chosen: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every field of a method: its default, its value in this recipe, and its range in words, "" where it has none."""
+    """Every option of a method that its table may set: its default, its value in this recipe, and its range in words,
+    "" where it has none.
+    """
     allowed = ranges(type(method))
     found = []
     for field in (f for f in dataclasses.fields(method) if f.init):
+        if field.name in method.by_request:
+            continue
         default = field.default
         if default is dataclasses.MISSING:
             made = field.default_factory

@@ -5,6 +5,7 @@ import signal
 import time
 from dataclasses import replace
 from queue import SimpleQueue
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -197,6 +198,7 @@ def test_a_request_as_json():
         max_tokens=3,
         temperature=0.5,
         logit_bias={3: -np.inf},
+        sampler=MappingProxyType({"use": "typical", "mass": np.float64(0.5)}),
         stop=["a"],
         stop_token_ids=np.array([4]),
     )
@@ -207,6 +209,7 @@ def test_a_request_as_json():
     assert (again.prompt_logprobs, again.only_prompt) == (3, True)
     assert again.prompt.tolist() == [1, 2] and again.sample == 2
     assert again.marks == {5, 7}
+    assert again.params.sampler == params.sampler
     assert again.params.logit_bias == params.logit_bias and again.params.temperature == 0.5
     several = SamplingParams(stop={"a"}, stop_token_ids=torch.tensor([4]))
     told = request_to_json(Request("text", several), np.array([1]))["params"]
