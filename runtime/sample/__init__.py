@@ -20,7 +20,9 @@ from accel.runtime.sample._sampler import (
     Sampler,
     at_least,
     entropy,
+    ids_of,
     likeliest,
+    nth_largest,
     numbers,
     surprise,
 )
@@ -170,14 +172,16 @@ class Base(Sampler, Method):
 
         logits [V] after the penalties; the temperature must not be 0.
         """
-        tokens, scores = np.arange(logits.size), logits
+        tokens, scores = ids_of(logits.size), logits
         if self.top_k is not None and self.top_k < logits.size:
-            least = np.partition(logits, -self.top_k)[-self.top_k]
+            least = nth_largest(logits, self.top_k)
             tokens = np.flatnonzero(logits >= least)  # equals of the last one stay, as there
             scores = logits[tokens]
         temperature = np.float32(min(max(self.temperature, 1e-30), 1e30))
+        weights = scores - scores.max()
         with np.errstate(over="ignore"):  # a tiny temperature leaves the best alone
-            weights = np.exp((scores - scores.max()) / temperature)
+            weights /= temperature
+            np.exp(weights, out=weights)
         if self.top_p is not None and self.top_p < 1:
             keep = _nucleus(weights, self.top_p)
             tokens, weights = tokens[keep], weights[keep]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import AccelError
 from accel.runtime.inputs.ints import Ints
+
+_PART = 512  # weights that are added up before the one that is drawn is looked for among them
+_FEW = 64  # numbers of which the largest is taken first
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +55,39 @@ class Distribution:
         """A token, by one random number."""
         if not self.random:
             return int(self.tokens[0])
-        mass = self.weights.astype(np.float64).cumsum()
-        place = int(mass.searchsorted(rng.random() * mass[-1], side="right"))
-        return int(self.tokens[min(place, len(self.tokens) - 1)])
+        starts = np.arange(0, len(self.weights), _PART)
+        each = np.add.reduceat(self.weights, starts, dtype=np.float64)
+        until = each.cumsum()
+        left = rng.random() * until[-1]
+        part = int(until.searchsorted(left, side="right"))
+        if part < len(starts):
+            mass = self.weights[starts[part] :][:_PART].astype(np.float64).cumsum()
+            place = int(mass.searchsorted(left - (until[part] - each[part]), side="right"))
+            if place < len(mass):
+                return int(self.tokens[starts[part] + place])
+        end = (
+            None if part >= len(starts) - 1 else starts[part + 1]
+        )  # sums differ in their last place
+        place = int(np.flatnonzero(self.weights[:end])[-1])
+        return int(self.tokens[place])
+
+
+@lru_cache(maxsize=4)
+def ids_of(size: int) -> Ints:
+    """All tokens of a vocabulary [V], not to be changed."""
+    ids = np.arange(size)
+    ids.flags.writeable = False
+    return ids
+
+
+def nth_largest(numbers: npt.NDArray[np.floating], count: int) -> np.floating:
+    """The `count`-th largest of numbers [n]; no less than that of the largest of parts, so few are sorted."""
+    parts = numbers.size // _FEW
+    if parts > 2 * count:
+        largest = numbers[: parts * _FEW].reshape(parts, _FEW).max(1)
+        numbers = numbers[numbers >= np.partition(largest, -count)[-count]]
+    found: np.floating = np.partition(numbers, -count)[-count]
+    return found
 
 
 def numbers(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -90,7 +123,7 @@ def likeliest(weights: npt.NDArray[np.floating], count: int) -> Ints:
     """The places of the `count` largest of weights [n], falling; among equals the lower ones."""
     some = np.arange(weights.size)
     if count < weights.size:
-        some = np.flatnonzero(weights >= np.partition(weights, -count)[-count])
+        some = np.flatnonzero(weights >= nth_largest(weights, count))
     return some[np.argsort(-weights[some], kind="stable")][:count]
 
 
