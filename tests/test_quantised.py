@@ -435,7 +435,7 @@ def test_adapters_go_with_codes(llama, tmp_path, name):
     folder = adapter_case.write(tmp_path / "a", llama, ["q_proj", "down_proj"], rank=3, alpha=5)
     adapted = adapter_case.merged(base, folder, 5 / 3)
     loaded = open_source(tmp_path / "model").load()
-    found = merged(loaded.model, loaded.stored, read_adapter(folder))
+    _, found = merged(loaded.model, loaded.stored, read_adapter(folder))
     for parameter, tensor in loaded.model.named_parameters():
         want = adapted.get_parameter(parameter).detach()
         torch.testing.assert_close(found[tensor].read(), want, rtol=1e-4, atol=1e-5)

@@ -170,7 +170,7 @@ def build(
             model, stored, notes = loaded.model, loaded.stored, loaded.notes
             del loaded
     if merge is not None:
-        stored = merged(model, stored, merge)
+        model, stored = merged(model, stored, merge)
     traits = inspect(model, max_context, embedding)
     if traits.kind is not Kind.PROGRAM:
         refuse(job.passes(), facts := traits.facts(), job.plan.recipe.name)
