@@ -118,7 +118,8 @@ def _starts(
     if encoder.speech is None:
         return [list(encoder.start)] * len(sources)
     language = asked.language
-    named = language if isinstance(language, (list, tuple)) else [language] * len(sources)
+    several = isinstance(language, (list, tuple))
+    named: list[Any] = list(language or ()) if several else [language] * len(sources)
     wrong = next((n for n in (*named, asked.task) if not isinstance(n, str | None)), None)
     if wrong is not None or len(named) != len(sources):
         raise InputError(
