@@ -1,6 +1,8 @@
 """The tokens that a speech model's decoder starts from, and the texts behind them, against transformers' Whisper."""
 
+import copy
 import json
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -14,6 +16,7 @@ from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.encoder import encoder_facts
 from accel.ir.encoder import DETECT
 from accel.ir.errors import InputError
+from accel.runtime.decode.sampling_params import SamplingParams
 
 # a token above the one for texts without times is a time to transformers
 CODES = "en zh de es ru ko fr ja pt tr pl ca nl ar sv it id hi fi vi he uk el ms cs ro da hu ta no th ur hr".split()
@@ -46,22 +49,31 @@ def whisper():
     return randomise(AutoModelForSpeechSeq2Seq.from_config(config), "whisper").eval()
 
 
-@pytest.fixture
-def told(whisper):
-    """Sets what the model's generation configuration says."""
+def tell(model, **config):
+    """Set what the model's generation configuration says."""
     from transformers import GenerationConfig
 
+    ends = {"eos_token_id": 2, "pad_token_id": 2}
+    model.generation_config = GenerationConfig(decoder_start_token_id=1, **ends)
+    for name, value in config.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+@pytest.fixture
+def told(whisper):
+    """`tell` of the model, whose configuration is as before afterwards."""
     before = whisper.generation_config
-
-    def tell(**config):
-        ends = {"eos_token_id": 2, "pad_token_id": 2}
-        whisper.generation_config = GenerationConfig(decoder_start_token_id=1, **ends)
-        for name, value in config.items():
-            setattr(whisper.generation_config, name, value)
-        return whisper
-
-    yield tell
+    yield partial(tell, whisper)
     whisper.generation_config = before
+
+
+@pytest.fixture(scope="module")
+def artifact(whisper, tmp_path_factory):
+    """A build to ONNX, of which all is told."""
+    folder = tmp_path_factory.mktemp("whisper") / "artifact"
+    build(tell(copy.deepcopy(whisper), **FULL), out=folder).close()
+    return folder
 
 
 def features_of(model, count=3):
@@ -72,8 +84,6 @@ def features_of(model, count=3):
 
 def their_starts(model, sources, language=None, task=None):
     """transformers' own first tokens of each source."""
-    import copy
-
     config = copy.deepcopy(model.generation_config)
     config.return_timestamps = None
     model._set_language_and_task(language, task, None, config)
@@ -105,16 +115,13 @@ def build(model, **options):
 
 
 @pytest.mark.parametrize("target", ["eager", "onnx"])
-def test_texts_are_transformers(told, target, tmp_path):
+def test_texts_are_transformers(told, target, artifact):
     """Detected for each of three inputs, named for all, and named for each."""
     model = told(**FULL)
     sources = features_of(model)
     detected = their_starts(model, sources)
     assert len({start[1] for start in detected}) > 1
-    built = build(model, target=target, **({"out": tmp_path / "out"} if target == "onnx" else {}))
-    if target == "onnx":
-        built.close()
-        built = accel.load(tmp_path / "out")
+    built = accel.load(artifact) if target == "onnx" else build(model, target=target)
     settings = {"max_new_tokens": 5, "repetition_penalty": 2.0}
     each = {"language": ["de", "en", "chinese"], "task": "transcribe"}
     asked = [{}, {"language": "fr"}, {"task": "translate"}, each]
@@ -134,6 +141,8 @@ def test_texts_are_transformers(told, target, tmp_path):
         assert len({json.dumps(text) for text in texts}) > 1
         with built.stream(encoder_input=sources[:1], language="fr", **settings) as stream:
             assert list(stream) == texts[1][0]
+        ready = built.prepare(None, SamplingParams(max_tokens=5), encoder_input=sources[1])
+        assert ready.sample.row.prompt.tolist() == detected[1]  # as an engine takes a request
 
 
 def test_what_is_refused(told):
@@ -163,15 +172,13 @@ def test_what_a_configuration_says_in_vain_is_noted(told):
     ]
 
 
-def test_the_command_line_takes_language_and_task(told, tmp_path):
-    model = told(**FULL)
-    (source,) = features_of(model, 1)
+def test_the_command_line_takes_language_and_task(whisper, artifact, tmp_path):
+    (source,) = features_of(whisper, 1)
     np.save(tmp_path / "x.npy", source)
-    model.save_pretrained(tmp_path / "model")
-    with build(tmp_path / "model", out=tmp_path / "out") as built:
+    with accel.load(artifact) as built:
         asked = {"language": "fr", "task": "translate"}
         want = built.generate(encoder_input=source, max_new_tokens=4, **asked).tokens[0]
     options = ["--input", str(tmp_path / "x.npy"), "--max-new-tokens", "4", "--json"]
     options += ["--language", "fr", "--task", "translate"]
-    out = CliRunner().invoke(cli.app, ["run", str(tmp_path / "out"), *options])
+    out = CliRunner().invoke(cli.app, ["run", str(artifact), *options])
     assert json.loads(out.stdout)["tokens"] == want
