@@ -95,6 +95,9 @@ class Facts:
         self.bos = self.bos if self.bos is not None and 0 <= self.bos < size else None
         if self.encoder is not None and not all(0 <= token < size for token in self.encoder.start):
             self.encoder = replace(self.encoder, start=())
+        if self.encoder is not None and self.encoder.speech is not None:
+            if self.encoder.speech.largest >= size:
+                self.encoder = replace(self.encoder, speech=None)
 
     def to_json(self) -> dict[str, Any]:
         """As a manifest keeps it: `from_json` reads it."""

@@ -9,7 +9,7 @@ from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import NESTED, Depth
 from accel.ir.diffusion import Diffusion
 from accel.ir.embedding import Embedding
-from accel.ir.encoder import EncoderFacts
+from accel.ir.encoder import EncoderFacts, SpeechTokens
 from accel.ir.errors import ArtifactError
 from accel.ir.facts import FEATURES, Facts, LayerFacts
 from accel.ir.fields import Fields
@@ -25,8 +25,9 @@ LAYERS = [
     LayerFacts("recurrent", 0, 0, 0, 0, state_bytes=512),
     LayerFacts("window", 8, 4, 2, 16, shares=0),
 ]
+SPEECH = SpeechTokens(1, {"en": 40}, {"translate": 41}, "en", None, (2,), True, 42)
 FULL = {
-    "encoder": EncoderFacts(0, 30, (80, 60), (1, 2)),
+    "encoder": EncoderFacts(0, 30, (80, 60), (1, 2), SPEECH),
     "kv": KvFacts(observe=4, tables=({"share": (0.5, 1.5)}, {"share": (1.0, 1.0)})),
     "depth": Depth((True, False, True), NESTED, 0.5),
     "prefill": Prefill(
@@ -121,10 +122,14 @@ def test_what_is_wrong_is_named(where, value, words):
 
 
 def test_tokens_beyond_the_vocabulary_are_dropped():
-    facts = made(encoder=EncoderFacts(50, 30, start=(1, 4)))
+    speech = replace(SPEECH, languages={}, tasks={}, last=None)
+    facts = made(encoder=EncoderFacts(50, 30, start=(1, 4), speech=speech))
     facts.set_vocabulary(5)
     assert (facts.eos, facts.bos, facts.encoder.start) == ((3, 4), 1, (1, 4))
     facts.set_vocabulary(4)
     assert (facts.eos, facts.bos, facts.encoder.start) == ((3,), 1, ())
+    assert facts.encoder.speech == speech
+    facts.set_vocabulary(2)
+    assert facts.encoder.speech is None
     facts.set_vocabulary(1)
     assert (facts.eos, facts.bos) == ((), None)

@@ -31,8 +31,9 @@ def llama():
 
 def values(model, folder, stored=None):
     """name -> parameter after the merge; nothing of the model is written."""
-    found = merged(model, stored or {}, read_adapter(folder))
-    return {n: found[t].read() if t in found else t for n, t in model.named_parameters()}
+    model, found = merged(model, stored or {}, read_adapter(folder))
+    tensors = model.named_parameters(remove_duplicate=False)
+    return {n: found[t].read() if t in found else t for n, t in tensors}
 
 
 @pytest.mark.few(1)
@@ -74,7 +75,7 @@ def test_weights_of_a_folder_stay_mapped_until_they_are_read(tmp_path, llama):
     half.save_pretrained(tmp_path / "model")
     folder = case.write(tmp_path / "a", half, ["v_proj"], dtype=torch.bfloat16)
     loaded = open_source(tmp_path / "model").load()
-    found = merged(loaded.model, loaded.stored, read_adapter(folder))
+    _, found = merged(loaded.model, loaded.stored, read_adapter(folder))
     want = case.merged(copy.deepcopy(half).float(), folder, 5 / 3)
     for (name, tensor), there in zip(
         loaded.model.named_parameters(), want.parameters(), strict=True
@@ -207,32 +208,94 @@ def test_an_adapter_of_rank_zero_is_refused(tmp_path, llama):
         values(llama, folder)
 
 
-def test_a_tied_head_is_not_adapted_alone(tmp_path):
-    model = models.ARCHITECTURES["qwen2"]()
-    folder = case.write(tmp_path, model, ["lm_head"])
-    with pytest.raises(InputError, match="lm_head.weight, which is the same tensor as model.embed"):
-        values(model, folder)
-
-
 HEAD, TABLE = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+TIED = ("lm_head.weight", "model.embed_tokens.weight")
 
 
 @pytest.mark.parametrize(("saved", "other"), [(HEAD, TABLE), (TABLE, HEAD)])
-def test_one_of_two_tied_weights_is_not_replaced_alone(tmp_path, saved, other):
+def test_one_of_two_tied_weights_is_replaced_alone(tmp_path, saved, other):
     """peft unties what it saves whole: the other keeps the base model's weight."""
     model = models.ARCHITECTURES["qwen2"]()
-    new = torch.randn_like(model.lm_head.weight)
+    shared, new = model.lm_head.weight.detach().clone(), torch.randn_like(model.lm_head.weight)
     owned = {"modules_to_save": [saved.split(".")[-2]]}
-    folder = case.written(tmp_path / "one", {saved: new}, **owned)
-    with pytest.raises(InputError, match="are one tensor in the model, .* only .* peft unties"):
-        values(model, folder)
-    both = case.written(tmp_path / "both", {saved: new, other: new.clone()}, **owned)
-    assert torch.equal(values(model, both)["model.embed_tokens.weight"], new)
-    apart = case.written(tmp_path / "apart", {saved: new, other: new + 1}, **owned)
-    with pytest.raises(InputError, match="saves two different ones"):
-        values(model, apart)
+    of = {saved: saved.removeprefix("base_model.model."), other: other.removeprefix("base_model.model.")}  # fmt: skip
+    found = values(model, case.written(tmp_path / "one", {saved: new}, **owned))
+    assert torch.equal(found[of[saved]], new)
+    assert torch.equal(found[of[other]], shared)
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # the user's model is as it was
+    both = {saved: new, other: new.clone()}
+    found = values(model, case.written(tmp_path / "both", both, **owned))
+    assert all(torch.equal(found[name], new) for name in TIED)
+    found = values(model, case.written(tmp_path / "apart", {saved: new, other: new + 1}, **owned))
+    assert torch.equal(found[of[saved]], new)
+    assert torch.equal(found[of[other]], new + 1)
     loaded = case.written(tmp_path / "loaded", {saved: new})  # peft loads it into the tied tensor
-    assert torch.equal(values(model, loaded)["model.embed_tokens.weight"], new)
+    assert all(torch.equal(values(model, loaded)[name], new) for name in TIED)
+    unsaid = case.written(tmp_path / "unsaid", {saved: new, other: new + 1})
+    with pytest.raises(InputError, match="saves two different ones"):
+        values(model, unsaid)
+
+
+def tied_cases():
+    q, head, table = ["q_proj"], "lm_head", "embed_tokens"
+    return [
+        {"target_modules": q, "modules_to_save": [head]},
+        {"target_modules": q, "modules_to_save": [table]},
+        {"target_modules": q, "modules_to_save": [head, table]},
+        {"target_modules": q, "modules_to_save": [table], "ensure_weight_tying": True},
+        {"target_modules": [head, *q]},
+        {"target_modules": [table, *q]},
+        {"target_modules": [head, table]},
+        {"target_modules": [table], "ensure_weight_tying": True},
+        {"target_modules": [head], "modules_to_save": [table]},
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", tied_cases(), ids=str)
+def test_tied_weights_are_what_peft_computes_with(tmp_path, options):
+    """As trained, before peft merges: merge_and_unload writes into the tensor that both still share."""
+    peft = pytest.importorskip("peft")
+    model = models.ARCHITECTURES["qwen2"]()
+    theirs = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=4, lora_alpha=6, **options))  # fmt: skip
+    for name, tensor in theirs.named_parameters():
+        if tensor.requires_grad:
+            noise = torch.Generator().manual_seed(len(name))
+            tensor.data += torch.randn(tensor.shape, generator=noise) / 10
+    theirs.save_pretrained(tmp_path)
+    want, before = case.logits(theirs.eval(), TOKENS), case.logits(model, TOKENS)
+    found, stored = merged(model, {}, read_adapter(tmp_path))
+    with torch.no_grad():
+        for tensor in {*found.parameters()} & stored.keys():
+            value = stored[tensor].read()
+            found_in = [n for n, t in found.named_parameters(remove_duplicate=False) if t is tensor]
+            fresh = torch.nn.Parameter(value)
+            for name in found_in:
+                path, _, last = name.rpartition(".")
+                setattr(found.get_submodule(path), last, fresh)
+    close(case.logits(found, TOKENS), want)
+    assert np.abs(want - before).max() > 100 * CLOSE * np.abs(want).max()
+
+
+@pytest.mark.parametrize("recipe", ["base", pytest.param("int8", marks=pytest.mark.long)])
+def test_a_build_unties_what_an_adapter_changes_alone(tmp_path, recipe):
+    """Of a bfloat16 folder, whose weights stay mapped, and with a recipe that stores weights in codes."""
+    model = models.ARCHITECTURES["qwen2"]()
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    new = torch.randn(model.lm_head.weight.shape)
+    folder = case.written(tmp_path / "a", {HEAD: new}, modules_to_save=["lm_head"])
+    want = type(model).from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    before = case.logits(want, TOKENS)
+    want.lm_head.weight = torch.nn.Parameter(new)
+    options = {"max_context": 32, "max_batch": 2}
+    with accel.optimize(tmp_path / "model", recipe, merge_adapter=folder, **options) as built:
+        got = built.logits(TOKENS)
+    if recipe == "base":
+        close(got, case.logits(want, TOKENS))
+    else:
+        with accel.optimize(want, recipe, **options) as built:
+            close(got, built.logits(TOKENS))
+    assert np.abs(got - before).max() > 0.1
 
 
 def test_damage_is_named(tmp_path, llama):

@@ -27,7 +27,8 @@ Tokenizer = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
-        help="tokenizer.json, or the folder that holds it. Default: the one in the model directory.",
+        help="tokenizer.json, or the folder that holds it (or older files, such as vocab.json with merges.txt). "
+        "Default: the one in the model directory.",
     ),
 ]
 MaxContext = Annotated[

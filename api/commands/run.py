@@ -32,7 +32,7 @@ Examples:
   accel-compile run ./artifact --prompt "Once upon" --temperature 1.2 --sampler typical,mass=0.9
   accel-compile run ./artifact --tokens 1,5,9 --json
   accel-compile run ./my-t5 --input "translate English to German: Good morning."
-  accel-compile run ./my-whisper --input features.npy
+  accel-compile run ./my-whisper --input features.npy --language fr --task translate
   accel-compile run ./artifact --prompt "A person: " --json-schema person.json
   accel-compile run ./artifact --prompt "import os" -n 3 --temperature 0.8 --logprobs 2 --json
 """
@@ -64,6 +64,17 @@ class PromptOptions:
             help="Encoder input of an encoder-decoder model: text, or a .npy file with features or token "
             "ids. The prompt is then the start of the decoder's output.",
         ),
+    ] = None
+    language: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Language that is spoken, for a speech model such as Whisper. Default: detected.",
+        ),
+    ] = None
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of a speech model: transcribe or translate."),
     ] = None
     session: Annotated[
         Path | None,
@@ -186,6 +197,8 @@ def run(
     )
     settings: dict[str, Any] = {
         "encoder_input": None if prompts.source is None else _source(prompts.source),
+        "language": prompts.language,
+        "task": prompts.task,
         "adapter": adapter,
         "sampling_params": params,
     }

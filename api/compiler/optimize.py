@@ -78,7 +78,7 @@ def optimize(
         target: "onnx" (an artifact for ONNX Runtime), "triton" (Triton kernels on a CUDA GPU, in this
             process) or "eager" (the PyTorch reference of every operator; slow).
         tokenizer: a fast Hugging Face tokenizer, a `tokenizers.Tokenizer`, or a path. Default: the
-            tokenizer in the model directory.
+            tokenizer in the model directory: its tokenizer.json, or what transformers makes of older files.
         max_context: maximum sequence length in tokens; at most the model's own limit.
         max_batch: maximum number of prompts per call, and of requests that a server runs at once; a search uses
             several rows per prompt.
@@ -170,7 +170,7 @@ def build(
             model, stored, notes = loaded.model, loaded.stored, loaded.notes
             del loaded
     if merge is not None:
-        stored = merged(model, stored, merge)
+        model, stored = merged(model, stored, merge)
     traits = inspect(model, max_context, embedding)
     if traits.kind is not Kind.PROGRAM:
         refuse(job.passes(), facts := traits.facts(), job.plan.recipe.name)
@@ -178,6 +178,8 @@ def build(
     with job.part("capture", 0.1):
         program = capture_inspected(model, traits, stored)
     program.facts.notes += notes
+    if tokenizer is None and source is not None and source.no_tokenizer is not None:
+        program.facts.notes.append(source.no_tokenizer)
     if max_context < options.max_context:
         program.facts.notes.append(
             f"max_context is {max_context}, the max_seq_length of the model's directory"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.ir.encoder import EncoderFacts
+from accel.ir.encoder import DETECT, EncoderFacts, SpeechTokens
 from accel.ir.errors import CaptureError
 
 INPUTS, INPUT_POSITIONS, FEATURES = "inputs", "inputs.pos", "features"  # of the encoder
@@ -31,7 +31,11 @@ def encoder_facts(model: Any, max_context: int, notes: list[str]) -> EncoderFact
             f"{type(model).__name__} takes {name}, whose shape accel does not know; accel "
             "compiles encoders over token ids, or over a fixed number of audio frames as in Whisper"
         )
-    return EncoderFacts(0, frames, (mel, frames * int(torch.tensor(strides).prod())), start)
+    speech = _speech(model, start[0], notes) if start else None
+    if speech is not None:
+        start = tuple(token for token in speech.start() if token != DETECT)
+    sizes = (mel, frames * int(torch.tensor(strides).prod()))
+    return EncoderFacts(0, frames, sizes, start, speech)
 
 
 def _vocabulary(model: Any) -> int:
@@ -84,12 +88,62 @@ _NOT_FOLLOWED = (
 )  # fmt: skip
 
 
+def _speech(model: Any, first: int, notes: list[str]) -> SpeechTokens | None:
+    """The tokens of a generation configuration that names languages, tasks, or one for texts without times."""
+    told = getattr(model, "generation_config", None)
+    names = ("lang_to_id", "task_to_id", "no_timestamps_token_id")
+    ids, tasks, last = (getattr(told, name, None) for name in names)
+    if not ids and not tasks and last is None:
+        return None
+    forced = _forced_ids(told) or _forced_ids(model.config)
+    if getattr(told, "return_timestamps", None):
+        notes.append("generate ignores return_timestamps of the generation's configuration")
+    languages = _languages(ids or {})
+    language, task = getattr(told, "language", None), getattr(told, "task", None)
+    known = isinstance(language, str) and language.lower() in languages
+    if language is not None and not known:
+        notes.append(
+            f"generate ignores language = {language!r} of the generation's configuration, which its lang_to_id lacks"
+        )
+    if task is not None and task not in (tasks or {}):
+        notes.append(
+            f"generate ignores task = {task!r} of the generation's configuration, which its task_to_id lacks"
+        )
+        task = None
+    return SpeechTokens(
+        first,
+        languages,
+        dict(tasks or {}),
+        language if known else None,
+        task,
+        tuple(token for token in forced if token is not None),
+        bool(forced) and forced[0] is not None,
+        last,
+    )
+
+
+def _languages(ids: dict[str, int]) -> dict[str, int]:
+    """Languages by their tokens, as lang_to_id has them, and by their codes and English names."""
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    by_code = {token.strip("<|>"): index for token, index in ids.items()}
+    named = {name: by_code[code] for name, code in TO_LANGUAGE_CODE.items() if code in by_code}
+    return {**ids, **by_code, **named}
+
+
 def _forced(holder: Any, first: int) -> list[int]:
     """A first token and those that are forced after it."""
-    found = [first]
-    forced = dict(getattr(holder, "forced_decoder_ids", None) or [])
+    forced = _forced_ids(holder)
     bos = getattr(holder, "forced_bos_token_id", None)
-    forced |= {} if bos is None else {1: bos}
-    while isinstance(forced.get(len(found)), int):
-        found.append(forced[len(found)])
+    if bos is not None:
+        forced[:1] = [bos]
+    return [first, *(token for token in forced if token is not None)]
+
+
+def _forced_ids(holder: Any) -> list[int | None]:
+    """forced_decoder_ids from place 1 on, as far as they follow one another; None for a place that is left open."""
+    pairs: dict[int, int | None] = dict(getattr(holder, "forced_decoder_ids", None) or [])
+    found: list[int | None] = []
+    while len(found) + 1 in pairs:
+        found.append(pairs[len(found) + 1])
     return found

@@ -20,18 +20,22 @@ def as_prompts(
     value: Any,
     facts: Facts,
     tokenizer: Tokenizer | None,
-    start: Sequence[int] | None = None,
+    starts: Sequence[Sequence[int]] | None = None,
     what: str = "prompt",
 ) -> list[Ints]:
     """One array [n] per prompt: from a str, token ids (list, array, tensor [n]), a list of those,
-    or an array [B,n]. `start`: the tokens that go before a text, in place of the tokenizer's own. `what`: the
-    name of one in errors.
+    or an array [B,n]. `starts`: of each, the tokens that go before a text, in place of the tokenizer's own. `what`:
+    the name of one in errors.
 
     Raises InputError for an empty, too long or out-of-vocabulary prompt, and for text without a
     tokenizer.
     """
     items = items_of(value, f"{what}s")
-    prompts = [_one(item, f"{what} {i}", tokenizer, start) for i, item in enumerate(items)]
+    before = [None] * len(items) if starts is None else starts
+    prompts = [
+        _one(item, f"{what} {i}", tokenizer, start)
+        for i, (item, start) in enumerate(zip(items, before, strict=True))
+    ]
     for i, prompt in enumerate(prompts):
         name = f"{what} {i}"
         if not prompt.size:

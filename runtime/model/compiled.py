@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -44,6 +44,7 @@ from accel.runtime.model.meter import Meter
 from accel.runtime.model.notebook import model_table
 from accel.runtime.model.output import Output
 from accel.runtime.model.requests import (
+    PromptOptions,
     RequestOptions,
     Sources,
     check_makes_text,
@@ -122,6 +123,9 @@ class CompiledModel:
                 an `eos` token, a `stop` string or the end of the context.
             encoder_input: for an encoder-decoder model, one per prompt: text, token ids [n], features,
                 or a list of those.
+            language, task: of a speech model such as Whisper: the language that is spoken ("en", "english" or the
+                token), or a list with one for each input, and "transcribe" or "translate". None: as its generation
+                configuration says; a language that this leaves open is detected, for which the encoder runs twice.
             chat_template_kwargs: with messages: arguments of `Tokenizer.apply_chat_template`, such as
                 `tools`, and variables of the template.
             adapter: the name of an adapter that the model was built with or that `load_adapter` added
@@ -146,7 +150,7 @@ class CompiledModel:
         """
         params, given = parse_options(options, max_new_tokens, self.facts)
         prompts = without_messages(prompts, self.tokenizer, given.chat_template_kwargs)
-        sources, prompts = sources_of(given.encoder_input, prompts, self.facts, self.tokenizer)
+        sources, prompts = self._sources(given, prompts)
         samples = self._samples(prompts, params)
         names = self._sessions.named(given.adapter, len(samples) // params.n)
         context = self._context(given.judge)
@@ -188,7 +192,7 @@ class CompiledModel:
         )
         text = text or is_conversation(prompt) or (prompt is None and self.tokenizer is not None)
         prompt = without_messages(prompt, self.tokenizer, given.chat_template_kwargs)
-        sources, prompt = sources_of(given.encoder_input, prompt, self.facts, self.tokenizer)
+        sources, prompt = self._sources(given, prompt)
         names = self._sessions.named(given.adapter, 1)
         if session is not None:
             prompt = prompt_behind(session, prompt, given.adapter, self.facts, self.tokenizer)
@@ -424,7 +428,7 @@ class CompiledModel:
                 f"n = {params.n}: an engine takes a request for each sample; leave n at 1"
             )
         as_count(sample, "sample", 0)
-        sources, prompt = sources_of(encoder_input, prompt, self.facts, self.tokenizer)
+        sources, prompt = self._sources(PromptOptions(encoder_input, adapter=adapter), prompt)
         samples = self._samples(prompt, params, marks)
         if len(samples) != 1:
             raise InputError(f"a request has one prompt, not {len(samples)}; give each its own")
@@ -442,6 +446,11 @@ class CompiledModel:
             count = as_count(prompt_logprobs, "prompt_logprobs", 0)
             scores = PromptScores(samples[0].row.prompt, TopLogprobs(count, self.tokenizer))
         return Prepared(samples[0], self._sessions.opener(sources, names), scores)
+
+    def _sources(self, asked: PromptOptions, prompts: Any) -> tuple[Sources, Any]:
+        """See `sources_of`."""
+        detect = partial(self._sessions.languages, asked.adapter)
+        return sources_of(asked, prompts, self.facts, self.tokenizer, detect)
 
     @cached_property
     def _costs_before(self) -> Costs | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import InputError, unknown
+from accel.ir.encoder import DETECT, EncoderFacts
+from accel.ir.errors import InputError, shown, unknown
 from accel.ir.facts import Facts
 from accel.runtime.decode.judge import JudgeFunction
 from accel.runtime.decode.logits_processors import Processed
@@ -19,7 +20,7 @@ from accel.runtime.decode.sampling_params import SamplingOptions, SamplingParams
 from accel.runtime.decode.structured_outputs import Grammar
 from accel.runtime.inputs.encoder_inputs import encoder_rows
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.inputs.prompts import as_prompts, as_stops, is_text
+from accel.runtime.inputs.prompts import as_prompts, as_stops, is_text, items_of
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import Base as Loop
 from accel.runtime.model.sample import Sample
@@ -30,12 +31,15 @@ from accel.runtime.session.prompt.filter import unseen
 from accel.runtime.session.session import Session
 
 Sources = list[npt.NDArray[Any]] | None  # of an encoder, one for each prompt; None: there is none
+Detect = Callable[[list[npt.NDArray[Any]]], list[int]]  # of each source, the token of its language
 
 
 class RequestOptions(SamplingOptions, total=False):
     """The options of `generate` and `stream`."""
 
     encoder_input: Any
+    language: str | Sequence[str] | None
+    task: str | None
     chat_template_kwargs: Mapping[str, Any] | None
     adapter: Any
     judge: JudgeFunction | None
@@ -46,6 +50,8 @@ class PromptOptions:
     """Those of them that say no more than the prompt: see `CompiledModel.generate`."""
 
     encoder_input: Any = None
+    language: str | Sequence[str] | None = None
+    task: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     adapter: Any = None
     judge: JudgeFunction | None = None
@@ -68,23 +74,65 @@ def parse_options(
 
 
 def sources_of(
-    encoder_input: Any, prompts: Any, facts: Facts, tokenizer: Tokenizer | None
+    asked: PromptOptions,
+    prompts: Any,
+    facts: Facts,
+    tokenizer: Tokenizer | None,
+    detect: Detect,
 ) -> tuple[Sources, Any]:
     """The encoder's sources, and the prompts with the tokens that a decoder starts from. Raises InputError."""
+    encoder_input = asked.encoder_input
     encoder = facts.encoder
+    if (encoder is None or encoder.speech is None) and (
+        asked.language is not None or asked.task is not None
+    ):
+        name = "language" if asked.language is not None else "task"
+        raise InputError(
+            f"{name} is for models of speech whose generation configuration names languages or tasks, and this one's "
+            f"names none; leave {name} out"
+        )
     sources = encoder_rows(encoder_input, encoder, tokenizer)
     if encoder is None or sources is None:
         if prompts is None:
             raise InputError("there is no prompt; give text, token ids, or a list of them")
         return None, prompts
-    start = list(encoder.start)
-    if prompts is None and not start:
+    if prompts is None and not encoder.start:
         raise InputError("this model has no decoder start token; give a prompt of token ids")
-    if prompts is None:
-        return sources, [start] * len(sources)
-    items = as_prompts(prompts, facts, tokenizer, start)
-    check_one_each(sources, len(items))
-    return sources, items
+    items = None if prompts is None else items_of(prompts, "prompts")
+    if items is not None:
+        check_one_each(sources, len(items))
+        if not any(is_text(item) for item in items):
+            if asked.language is not None or asked.task is not None:
+                raise InputError(
+                    "language and task are told by the tokens before a prompt, and this one is of token ids; give "
+                    "text, or no prompt"
+                )
+            return sources, as_prompts(items, facts, tokenizer)
+    starts = _starts(encoder, sources, asked, detect)
+    return sources, starts if items is None else as_prompts(items, facts, tokenizer, starts)
+
+
+def _starts(
+    encoder: EncoderFacts, sources: list[npt.NDArray[Any]], asked: PromptOptions, detect: Detect
+) -> list[list[int]]:
+    """The tokens that the decoder of each source starts from. Raises InputError."""
+    if encoder.speech is None:
+        return [list(encoder.start)] * len(sources)
+    language = asked.language
+    several = isinstance(language, (list, tuple))
+    named: list[Any] = list(language or ()) if several else [language] * len(sources)
+    wrong = next((n for n in (*named, asked.task) if not isinstance(n, str | None)), None)
+    if wrong is not None or len(named) != len(sources):
+        raise InputError(
+            f"language is {shown(language)} and task {shown(asked.task)}, for {len(sources)} encoder inputs; give "
+            "names, or of languages a list of one for each input"
+        )
+    found = [encoder.speech.start(one, asked.task) for one in named]
+    unknown_ = [i for i, start in enumerate(found) if DETECT in start]
+    if unknown_:
+        for i, token in zip(unknown_, detect([sources[i] for i in unknown_]), strict=True):
+            found[i] = [token if one == DETECT else one for one in found[i]]
+    return found
 
 
 def check_one_each(sources: Sources, prompts: int) -> None:
@@ -108,7 +156,7 @@ def prompt_behind(
     if adapter is not None:
         raise InputError("a session keeps its adapter; leave adapter out")
     if is_text(prompt):
-        (ids,) = as_prompts(prompt, facts, tokenizer, held[0].tolist())
+        (ids,) = as_prompts(prompt, facts, tokenizer, [held[0].tolist()])
         if ids.size == held[0].size:
             raise InputError("the prompt is empty; give text that follows what the session holds")
         return ids

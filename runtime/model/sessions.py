@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from accel.ir.errors import InputError
 from accel.ir.facts import Facts
 from accel.ir.peft import read_adapter
@@ -112,6 +115,22 @@ class Sessions:
         if sources is not None and self._facts.encoder is not None:
             session.encode(*padded(sources, self._facts.encoder))
         return session
+
+    def languages(self, adapter: Any, sources: list[npt.NDArray[Any]]) -> list[int]:
+        """Of each source of a speech model, the token of the language that its decoder finds most likely. Raises
+        InputError.
+        """
+        encoder = self._facts.encoder
+        assert encoder is not None and encoder.speech is not None
+        known = np.array(sorted(set(encoder.speech.languages.values())))
+        names, most = self.named(adapter, len(sources)), self._facts.max_batch
+        found: list[int] = []
+        for at in range(0, len(sources), most):
+            part = sources[at : at + most]
+            with self.encoded(part, names[at : at + most]) as session:
+                logits = session.run(np.full((len(part), 1), encoder.speech.first))
+            found += known[logits[:, -1, known].argmax(-1)].tolist()
+        return found
 
     def resumed(self, saved: SavedSession) -> Session:
         """A session that goes on from a saved one, which fits this model. Raises SavedSessionError."""

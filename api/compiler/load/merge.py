@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 from accel.ir.capture.inspect import unwrapped
 from accel.ir.errors import InputError
 from accel.ir.peft import PeftAdapter, Update
-from accel.ir.weights import Change, Stored
+from accel.ir.weights import Change, Stored, stand_in
 
 
 def merged(
     model: Any, stored: Mapping[Tensor, Stored], adapter: PeftAdapter
-) -> dict[Tensor, Stored]:
-    """Where the values of a model's tensors lie once the adapter is merged. `stored`: where they lie without it.
+) -> tuple[nn.Module, dict[Tensor, Stored]]:
+    """The model, and where the values of its tensors lie once the adapter is merged. `stored`: where they lie without
+    it. Where the adapter changes one of tied tensors, the model is a copy in which that one is a tensor of its own.
 
     Raises:
         InputError: the adapter is of another model, with the tensor and both shapes, or `model` is no module.
@@ -35,27 +37,71 @@ def merged(
     for name, array in adapter.replaced.items():
         if name not in tensors:
             raise InputError(_missing(adapter, name, name, tensors))
-        value = torch.from_numpy(array)
-        _same(adapter, name, value.shape, name, tensors[name].shape)
-        for other in shared[tensors[name]]:
-            also = adapter.replaced.get(other)
-            if adapter.own_copy(name) if also is None else (also != array).any():
-                saves = f"only {name}, which peft unties" if also is None else "two different ones"
-                raise InputError(
-                    f"adapter {adapter.path}: {name} and {other} are one tensor in the model, and the adapter saves "
-                    f"{saves}; untie the two in the base model (tie_word_embeddings) and compile that"
-                )
-        params[tensors[name]] = Stored(value)
-    for update in adapter.updates:
-        name, change = _change(model, tensors, adapter, update)
-        if len(names := shared[tensors[name]]) > 1:
+        _same(adapter, name, torch.Size(array.shape), name, tensors[name].shape)
+    changes = [(update, *_change(model, tensors, adapter, update)) for update in adapter.updates]
+    alone = _alone(adapter, tensors, shared, [name for _, name, _ in changes])
+    for name, array in adapter.replaced.items():
+        if name not in alone:
+            params[tensors[name]] = Stored(torch.from_numpy(array))
+    if alone:
+        model = _untied(model, params, alone)
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+    for name in alone & adapter.replaced.keys():
+        params[tensors[name]] = Stored(torch.from_numpy(adapter.replaced[name]))
+    done: set[tuple[Tensor, int]] = set()
+    for update, name, change in changes:
+        if (key := (tensors[name], update.nested)) not in done:  # tied adapters change it once
+            _set(params, tensors[name], change)
+        done.add(key)
+    return model, params
+
+
+def _alone(
+    adapter: PeftAdapter,
+    tensors: Mapping[str, Tensor],
+    shared: Mapping[Tensor, list[str]],
+    updated: Sequence[str],
+) -> set[str]:
+    """Names of tied tensors that the adapter changes apart from the others: peft keeps a copy of what it trains
+    (modules_to_save), and adds an update to the output of one module. The others keep the base model's values.
+
+    Raises InputError where it loads two different values into one tensor.
+    """
+    found: set[str] = set()
+    for name, array in adapter.replaced.items():
+        others = [adapter.replaced.get(n) for n in shared[tensors[name]]]
+        if all(other is not None and (other == array).all() for other in others):
+            continue
+        if adapter.own_copy(name):
+            found.add(name)
+        elif any(
+            (adapter.replaced[n] != array).any()
+            for n in shared[tensors[name]]
+            if n in adapter.replaced and not adapter.own_copy(n)
+        ):
             raise InputError(
-                f"adapter {adapter.path}: {update.tensor} updates {name}, which is the same tensor as "
-                f"{next(n for n in names if n != name)}, so merging it would change both; merge it with peft "
-                "(merge_and_unload), untie the two and compile that"
+                f"adapter {adapter.path}: {', '.join(shared[tensors[name]])} are one tensor in the model, and the "
+                "adapter saves two different ones; untie them in the base model (tie_word_embeddings) and compile that"
             )
-        _set(params, tensors[name], change)
-    return params
+    if not adapter.config.get("ensure_weight_tying"):
+        found |= {name for name in updated if len(shared[tensors[name]]) > 1}
+    return found
+
+
+def _untied(model: nn.Module, params: dict[Tensor, Stored], names: set[str]) -> nn.Module:
+    """A copy of the model over the same tensors, but those of `names` are tensors of their own with the same values."""
+    same = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    copied: nn.Module = copy.deepcopy(model, dict(same))
+    for name in sorted(names):
+        path, _, last = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        tied = copied.get_parameter(name)
+        own = nn.Parameter(stand_in(tied.shape), requires_grad=False)
+        params[own] = params.get(tied) or Stored(tied.detach())
+        single = copy.deepcopy(copied.get_submodule(path), dict(same))
+        setattr(single, last, own)
+        setattr(copied.get_submodule(parent), module, single)
+    return copied
 
 
 def _shared(tensors: Mapping[str, Tensor]) -> dict[Tensor, list[str]]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from accel.compiler.load.checkpoint import Loaded, load_streamed, load_whole, stored_tensors
 from accel.compiler.load.config import auto_class, quantisation, read_config, refuse
+from accel.compiler.load.converted import older_files
 from accel.compiler.load.gguf import GgufModel, open_gguf
 from accel.compiler.load.gguf._file import GgufFile, is_gguf, read_gguf
 from accel.compiler.load.quantised import dequantised
+from accel.compiler.load.quiet import quiet
 from accel.compiler.load.sentence import SentenceRecipe, sentence_recipe
 from accel.compiler.load.shards import read_shards
 from accel.compiler.load.tokenizer import of_file, of_gguf, read_tokenizer
@@ -39,7 +39,7 @@ class Source(ABC):
                 model that brings its own code without `trust_remote_code`.
         """
         try:
-            with _quiet():
+            with quiet():
                 return self._load(trust_remote_code, embeds)
         except AccelError:
             raise
@@ -84,6 +84,11 @@ class Source(ABC):
     @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
         """With the tokens and templates that the files tell of. Raises CaptureError."""
+
+    @property
+    def no_tokenizer(self) -> str | None:
+        """Why none comes of files that hold a vocabulary, and what to do; None where one does, or they hold none."""
+        return None
 
 
 class Folder(Source):
@@ -152,11 +157,26 @@ class Folder(Source):
 
     @property
     def has_tokenizer(self) -> bool:
-        return (self.path / TOKENIZER).is_file()
+        return (self.path / TOKENIZER).is_file() or self._converted[0] is not None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        return of_file(self.path / TOKENIZER) if self.has_tokenizer else None
+        file = self.path / TOKENIZER
+        return of_file(file) if file.is_file() else self._converted[0]
+
+    @property
+    def no_tokenizer(self) -> str | None:
+        return None if (self.path / TOKENIZER).is_file() else self._converted[1]
+
+    @cached_property
+    def _converted(self) -> tuple[Tokenizer | None, str | None]:
+        """What comes of older files than tokenizer.json, or else why nothing does."""
+        if not self.path.is_dir() or not older_files(self.path):
+            return None, None
+        try:
+            return read_tokenizer(self.path), None
+        except CaptureError as error:
+            return None, str(error)
 
 
 class Gguf(Source):
@@ -212,19 +232,3 @@ def tokenizer_of(tokenizer: Any, source: Source | None) -> Tokenizer | None:
     if tokenizer is not None:
         return read_tokenizer(tokenizer)
     return None if source is None else source.tokenizer
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What transformers would report is an error here, or of no interest."""
-    from transformers.utils import logging
-
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

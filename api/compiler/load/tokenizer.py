@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.compiler.load.added_tokens import with_added
+from accel.compiler.load.converted import converted, older_files
 from accel.compiler.load.gguf._file import GgufFile
 from accel.compiler.load.gguf._tokenizer import tokenizer_config, tokenizer_json
 from accel.ir.errors import CaptureError
@@ -16,12 +17,15 @@ from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 
 def read_tokenizer(tokenizer: Any) -> Tokenizer:
     """That which a user gives: a `tokenizers.Tokenizer`, a fast Hugging Face tokenizer, the path of a tokenizer.json
-    or of its folder. Raises CaptureError.
+    or of a folder with it, or with older files that transformers makes one of. Raises CaptureError.
     """
     if not isinstance(tokenizer, (str, Path)):
         return _of_object(tokenizer)
     file = Path(tokenizer)
-    file = file / TOKENIZER if file.is_dir() else file
+    if file.is_dir():
+        folder, file = file, file / TOKENIZER
+        if not file.is_file() and older_files(folder):
+            return _of_object(converted(folder))
     if not file.is_file():
         raise CaptureError(f"{file}: no tokenizer there; give a tokenizer.json or its directory")
     return of_file(file)
