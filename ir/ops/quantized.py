@@ -84,7 +84,8 @@ def unpack_blocks(q: Tensor, bits: int, blocks: int, block: int) -> Tensor:
     groups = q.new_zeros(*q.shape[:-1], GROUP)
     for own, place, where in planes(bits):
         groups |= unpack(q[..., where], own) << place
-    return groups.flatten(-2)[..., : blocks * block].unflatten(-1, (blocks, block))
+    codes: Tensor = groups.flatten(-2)[..., : blocks * block].unflatten(-1, (blocks, block))
+    return codes
 
 
 def zero_bits(bits: int) -> int:

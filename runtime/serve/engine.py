@@ -146,8 +146,8 @@ class Engine:
         """`running` and `waiting` requests; since the start `requests_total`, `prompt_tokens_total`,
         `generated_tokens_total`, `preemptions_total`, `reused_tokens_total` (of prompts, taken over by `kv.reuse`), and
         `drafts_total` that were checked, `drafted_total` and `accepted_total` tokens of requests that ended, and
-        `draft_drafted_total/p` and `draft_accepted_total/p` of them by position p = 1, 2, … in the draft (of trees, by
-        level); `kv_bytes` of state now.
+        `draft_drafted_total` and `draft_accepted_total` of them, each followed by a stroke and the position 1, 2, … in
+        the draft (of trees, the level); `kv_bytes` of state now.
         """
         with self._queue.changed:
             return {

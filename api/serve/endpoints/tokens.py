@@ -76,8 +76,8 @@ def _ids(asked: TokenizeRequest, served: Served) -> list[int]:
         options = {name: getattr(asked, name) for name in names}
         variables = prompts.variables(ChatRequest(messages=[], **options))
         go_on = bool(asked.continue_final_message)
-        text = prompts.of_chat(asked.messages, variables, served, asked.tools, go_on)
-        return [*prompts.encoded(text, served)]
+        chat = prompts.of_chat(asked.messages, variables, served, asked.tools, go_on)
+        return [*prompts.encoded(chat, served)]
     text = asked.prompt if asked.content is None else asked.content
     assert text is not None, "one is given"
     special = asked.add_special_tokens if asked.content is None else bool(asked.add_special)
