@@ -311,7 +311,7 @@ Multiply multiply_of(int64_t rows) {
   using codes::kRows;
   if (rows > kRows * 3 / 4) return multiply<bits, kRows, kept>;
   if (rows > kRows / 2) return multiply<bits, kept ? kRows : kRows * 3 / 4, kept>;
-  if (rows == kRows / 2 || kept) return multiply<bits, kRows / 2, kept>;
+  if (rows == kRows / 2) return multiply<bits, kRows / 2, kept>;
   return rows == 1 ? multiply<bits, 1, kept> : rows == 2 ? multiply<bits, 2, kept> : multiply<bits, 3, kept>;
 }
 

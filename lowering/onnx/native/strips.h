@@ -158,18 +158,35 @@ ACCEL_INLINE void turn_group(const uint8_t* const* rows, int64_t at, Numbers* ou
 
 typedef uint16_t Twos __attribute__((vector_size(sizeof(Numbers))));
 
-// In each four bytes of a vector, of byte 2 * half and the next the even pairs of bits, each in a byte of its own.
-ACCEL_INLINE Numbers pairs(Numbers x, int half, int odd) {
-  const int first = 2 * half;
-  Twos each = (Twos)picked(x, first, first, first + 1, first + 1);
-  return (Numbers)((each >> (2 * odd) & 0x0003) | (each >> (2 * odd + 4) & 0x0300));
+#if ACCEL_WIDE_STRIPS && defined(__AVX512VBMI__)
+
+// In byte i of each four of a vector: `count` bits of the four from bit first + 2 * count * i on, moved to a place, and
+// what `more` has beside them.
+template <int count, int place>
+ACCEL_INLINE Numbers with_plane(Numbers x, int first, Numbers more) {
+  int64_t from = 0;
+  ACCEL_UNROLL for (int i = 0; i < 8; ++i)
+    from |= int64_t((i / 4 * 32 + first + i % 4 * 2 * count - place) & 63) << 8 * i;
+  Numbers each = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(from), x);
+  return _mm512_ternarylogic_epi32(each, _mm512_set1_epi8(((1 << count) - 1) << place), more, 0xea);  // each & .. | more
 }
 
-// In each four bytes of a vector, of one of them the even bits.
-ACCEL_INLINE Numbers single(Numbers x, int byte, int odd) {
-  Numbers bits = and_of(picked(x, byte, byte, byte, byte), every(odd ? int32_t(0x80200802) : 0x40100401));
-  return ones_of(bits);
+#else
+
+template <int count, int place>
+ACCEL_INLINE Numbers with_plane(Numbers x, int first, Numbers more) {
+  const int byte = first / 8, odd = first % 8 / count;
+  Twos own;
+  if (count == 2) {
+    Twos each = (Twos)picked(x, byte, byte, byte + 1, byte + 1);
+    own = (each >> (2 * odd) & 0x0003) | (each >> (2 * odd + 4) & 0x0300);
+  } else {
+    own = (Twos)ones_of(and_of(picked(x, byte, byte, byte, byte), every(odd ? int32_t(0x80200802) : 0x40100401)));
+  }
+  return (Numbers)((Twos)more | own << place);
 }
+
+#endif
 
 // Vector i of a group of which `turn_group` made these.
 template <int bits>
@@ -178,8 +195,8 @@ ACCEL_INLINE Numbers unpacked(const Numbers* turned, int i) {
     const int j = i % 8, odd = i / 8;
     Numbers x = {};
     if (bits & 4) x = odd ? above(turned[j]) : below(turned[j]);
-    if (bits & 2) x = (Numbers)((Twos)x | (Twos)pairs(turned[8 + j / 2], j % 2, odd) << kPlace<bits, 2>);
-    if (bits & 1) x = (Numbers)((Twos)x | (Twos)single(turned[12 + j / 4], j % 4, odd) << kPlace<bits, 1>);
+    if (bits & 2) x = with_plane<2, kPlace<bits, 2>>(turned[8 + j / 2], j % 2 * 16 + 2 * odd, x);
+    if (bits & 1) x = with_plane<1, kPlace<bits, 1>>(turned[12 + j / 4], j % 4 * 8 + odd, x);
     return x;
   }
 #if ACCEL_VNNI
