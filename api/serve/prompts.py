@@ -11,6 +11,7 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.prompts import as_prompts, items_of
 from accel.runtime.inputs.text import Tokenizer
 from accel.serve.errors import ApiError
+from accel.serve.history import developers
 from accel.serve.models import Served
 from accel.serve.schemas import ChatRequest
 from accel.serve.tools import as_templates_want
@@ -93,7 +94,7 @@ def of_chat(
             f"chat_template_kwargs: {wrong[0]} is no variable of a template; leave it out",
             param="chat_template_kwargs",
         )
-    plain = [_plain(message, i) for i, message in enumerate(messages)]
+    plain = developers([_plain(message, i) for i, message in enumerate(messages)])
     if go_on:
         plain = _marked(plain)
     tokenizer = served.model.tokenizer
@@ -124,7 +125,7 @@ def fitting(tokens: Sequence[int], served: Served) -> Ints:
     return found
 
 
-def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """With a mark at the end of the last one. Raises ApiError."""
     last = messages[-1] if messages else {}
     content = last.get("content")
