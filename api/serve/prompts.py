@@ -10,6 +10,7 @@ from accel.ir.errors import InputError
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.prompts import as_prompts, items_of
 from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.model.embed import pairs
 from accel.serve.errors import ApiError
 from accel.serve.history import developers
 from accel.serve.models import Served
@@ -44,6 +45,21 @@ def of_texts(inputs: Any, served: Served) -> list[Ints]:
         if isinstance(text, str):
             check_length(text, served, "input", f"text {i}")
     return checked(inputs, served, "input", "text")
+
+
+def of_pairs(query: str, texts: Sequence[str], served: Served) -> list[Ints]:
+    """A query with each of the texts [n] that it is compared with. Raises ApiError."""
+    if not 0 < len(texts) <= MOST_TEXTS:
+        told = f"documents has {len(texts):,} texts; give 1 to {MOST_TEXTS:,} in a request"
+        raise ApiError(400, told, param="documents")
+    check_length(query, served, "query", "the query")
+    for i, text in enumerate(texts):
+        check_length(text, served, "documents", f"document {i}")
+    try:
+        found = pairs(query, texts, served.model.facts, served.model.tokenizer)
+    except InputError as error:
+        raise ApiError(400, str(error), param="documents") from None
+    return checked(found, served, "documents", "document")
 
 
 def of_completion(prompt: Any, served: Served) -> list[Ints]:

@@ -1,6 +1,6 @@
 """What tools, reasoning and forced calls cost a server, beside plain completions of the same prompt.
 
-    python tools/bench/bench_calls.py PLAIN [DRAFTS] [--rounds 4] [--tokens 64]
+    python tools/bench/bench_calls.py PLAIN [DRAFTS] [--rounds 4] [--tokens 64] [--seed 1]
 
 PLAIN is an artifact of a model whose chat template knows tools, DRAFTS one of the same model with a recipe that drafts.
 Each is served by `accel-compile serve`. A round asks, in an order that changes, for a chat whose answer is read as
@@ -96,7 +96,8 @@ def main(
     drafts: Annotated[Path | None, typer.Argument(help="one that drafts")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 4,
     tokens: Annotated[int, typer.Option(min=2, help="of texts")] = 64,
-    most: Annotated[int, typer.Option(min=2, help="tokens of a call")] = 160,
+    most: Annotated[int, typer.Option(min=2, help="tokens of a call")] = 128,
+    seed: Annotated[int, typer.Option(help="of the prompts")] = 1,
 ) -> None:
     """Measure, and print a table."""
     artifacts = [plain] if drafts is None else [plain, drafts]
@@ -109,7 +110,7 @@ def main(
             url, _ = stack.enter_context(served([one], options))
             head = {"x-api-key": "soak"}
             https.append(httpx.Client(base_url=url, timeout=300, headers=head))
-        texts = list(questions("edit", rounds + 1, 1))
+        texts = list(questions("edit", rounds + 1, seed))
         cases: dict[str, dict[str, Any]] = {
             "tools": {"max_tokens": tokens},
             "tools, in reasoning": {"max_tokens": tokens, **THINKS},
