@@ -3,7 +3,7 @@
     python tools/bench/soak.py ARTIFACT                       100 requests
     python tools/bench/soak.py ARTIFACT --requests 1000 --clients 16
     python tools/bench/soak.py ARTIFACT --minutes 60          as many as go into an hour
-    python tools/bench/soak.py ARTIFACT --vectors EMBEDDER --adapter FOLDER --chat-template FILE
+    python tools/bench/soak.py ARTIFACT --vectors EMBEDDER --cross CROSS --adapter FOLDER --chat-template FILE
 
 It starts `accel-compile serve` itself, on this machine. A request is, by chance, of one of the kinds of
 `soak_clients.py`: each endpoint, whole or streamed, cut off in its stream, cut off in its prompt, read slowly, or bad.
@@ -75,6 +75,7 @@ def served(
 def main(
     artifact: Path,
     vectors: Annotated[Path | None, typer.Option(help="an artifact that makes vectors")] = None,
+    cross: Annotated[Path | None, typer.Option(help="one of a cross-encoder")] = None,
     adapter: Annotated[Path | None, typer.Option(help="a LoRA adapter, to come and go")] = None,
     chat_template: Annotated[str | None, typer.Option(help="of the server")] = None,
     requests: Annotated[int, typer.Option(min=1)] = 100,
@@ -88,7 +89,7 @@ def main(
     seed: int = 0,
 ) -> None:
     """Print what came of each kind, and the process at the start and after each quarter."""
-    artifacts = [one for one in (artifact, vectors) if one is not None]
+    artifacts = [one for one in (artifact, vectors, cross) if one is not None]
     options = ["--max-waiting", str(waiting)]
     options += [] if adapter is None else ["--adapters", str(adapter.parent)]
     options += [] if chat_template is None else ["--chat-template", chat_template]

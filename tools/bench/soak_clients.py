@@ -20,11 +20,12 @@ WAIT = 60.0  # seconds of one request, and for the server to get idle
 KINDS = {  # of requests, and how often each comes
     "whole": 4, "stream": 4, "cut in stream": 4, "cut in prompt": 3, "slow reader": 1, "scores": 1,
     "chat with tools": 2, "forced call": 2, "responses": 2, "messages": 2, "count_tokens": 1, "tokenize": 1,
-    "infill": 1, "embeddings": 2, "adapter": 1,
+    "infill": 1, "embeddings": 2, "rerank": 1, "adapter": 1,
     "junk": 1, "too large": 1, "unknown model": 1, "long prompt": 1, "bad tools": 1,
 }  # fmt: skip
 NEEDS = {  # what not every server has; it is tried before
-    "chat with tools", "forced call", "responses", "messages", "count_tokens", "infill", "embeddings", "adapter",
+    "chat with tools", "forced call", "responses", "messages", "count_tokens", "infill", "embeddings", "rerank",
+    "adapter",
 }  # fmt: skip
 REFUSED = (400, 403, 501)
 STATUS = {"junk": 400, "too large": 413, "unknown model": 404, "long prompt": 400, "bad tools": 400}
@@ -87,8 +88,8 @@ class Clients:
         self._http = httpx.Client(base_url=url, timeout=WAIT, headers={"x-api-key": key})
         models = self._http.get("/v1/models").json()["data"]
         self._name = next(one["id"] for one in models if one["embedding"] is None)
-        vectors = [one["id"] for one in models if one["embedding"] is not None]
-        self._vectors = vectors[0] if vectors else self._name
+        other = {one["rerank"]: one["id"] for one in models if one["embedding"] is not None}
+        self._vectors, self._cross = (other.get(kind, self._name) for kind in (False, True))
         self.left_out: dict[str, str] = {}
         self._try()
 
@@ -301,6 +302,14 @@ class Clients:
                 if len(one["embedding"]) < 2:
                     raise ValueError(f"a vector of {len(one['embedding'])} numbers")
                 self.told.text(f"vector {text}", told)
+
+    def _rerank(self, kind: str, rng: random.Random) -> None:
+        query, *texts = rng.sample(PROMPTS, rng.randint(2, 5))
+        body = {"model": self._cross, "query": query, "documents": texts}
+        if answer := self._asked(kind, "/v1/rerank", body):
+            for one in answer["results"]:
+                pair = f"pair {query} {texts[one['index']]}"
+                self.told.text(pair, f"{one['relevance_score']:.3f}")
 
     def _adapter(self, kind: str, rng: random.Random) -> None:
         name = f"a{rng.getrandbits(60):x}"
