@@ -75,7 +75,7 @@ def embedded(
             given = session.run(tokens, lengths, last_only=how.pooling == "last")
         found[rows] = pooled(given, lengths, how.pooling)[:, :size]
     if how.pairs is not None and how.pairs.sigmoid:
-        found = 1 / (1 + np.exp(-found))
+        found[:] = 1 / (1 + np.exp(-found))
     if how.normalize or size < how.width:
         found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), _SMALL)
     return found
