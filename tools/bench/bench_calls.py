@@ -1,13 +1,13 @@
 """What tools, reasoning and forced calls cost a server, beside plain completions of the same prompt.
 
-    python tools/bench/bench_calls.py PLAIN [DRAFTS] [--rounds 4] [--tokens 64] [--seed 1]
+    python tools/bench/bench_calls.py PLAIN [DRAFTS] [--minutes 1.8] [--tokens 128] [--seed 1]
 
 PLAIN is an artifact of a model whose chat template knows tools, DRAFTS one of the same model with a recipe that drafts.
 Each is served by `accel-compile serve`. A round asks, in an order that changes, for a chat whose answer is read as
 text, reasoning and calls, for one that begins in reasoning, and for a call that has to come (`tool_choice`). Beside
 each is a completion of the same prompt's token ids and of the same length, streamed as it is. Prompts are new in each
-round. Compared are the seconds after the first token and those of the whole request; a table tells medians of ratios
-of a round, with the least and the greatest.
+round. Compared are the processor time of the server's processes for the whole request, and the seconds after its first
+token; a table tells medians of ratios of a round, with the least and the greatest.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import httpx
+import psutil
 import typer
-from soak import served
+from soak import KEY, served
 from soak_clients import CHAT, COMPLETIONS
 
 from accel.reference.kinds import questions
@@ -47,46 +48,61 @@ THINKS = {"chat_template_kwargs": {"thoughts": True}}
 
 @dataclass(frozen=True)
 class Run:
-    """One request: its tokens, milliseconds from the first token to the last, and of all of it."""
+    """One request: its tokens, seconds of the server's processor time, and seconds from its first token to its last."""
 
     tokens: int
+    worked: float
     after: float
-    whole: float
 
 
-def ask(http: httpx.Client, path: str, **body: Any) -> Run:
+class Server:
+    """One that runs, and its client."""
+
+    def __init__(self, url: str, process: psutil.Process):
+        self.http = httpx.Client(base_url=url, timeout=300, headers={"x-api-key": KEY})
+        self._process = process
+
+    def worked(self) -> float:
+        """Seconds of processor time since its start, of its processes together."""
+        processes = [self._process, *self._process.children(recursive=True)]
+        return sum(sum(one.cpu_times()[:2]) for one in processes)
+
+
+def ask(server: Server, path: str, **body: Any) -> Run:
     """A request, streamed."""
     asked = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, **body}
-    begun, last = time.perf_counter(), dict[str, Any]()
-    with http.stream("POST", path, json=asked) as answer:
+    begun, last = server.worked(), dict[str, Any]()
+    with server.http.stream("POST", path, json=asked) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 last |= json.loads(line.removeprefix("data: "))
     if "timings" not in last:
         raise SystemExit(f"{path}: {last or answer.status_code}")
-    whole = 1000 * (time.perf_counter() - begun)
-    return Run(last["usage"]["completion_tokens"], last["timings"]["predicted_ms"], whole)
+    worked, after = server.worked() - begun, last["timings"]["predicted_ms"] / 1000
+    return Run(last["usage"]["completion_tokens"], worked, after)
 
 
-def beside(http: httpx.Client, chat: dict[str, Any], first: bool) -> tuple[Run, Run]:
+def beside(server: Server, chat: dict[str, Any], first: bool) -> tuple[Run, Run]:
     """A chat, and a completion of its prompt of the same length; `first`: that one is asked for first."""
     prompt = {
         key: chat[key] for key in ("messages", "tools", "chat_template_kwargs") if key in chat
     }
-    ids = http.post("/tokenize", json=prompt).raise_for_status().json()["tokens"]
-    if "tool_choice" in chat:  # its length is known behind it; once more, for the order
-        tokens = ask(http, CHAT, **chat).tokens
-    else:
-        tokens, chat = chat["max_tokens"], {**chat, "ignore_eos": True}
-    plain = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True}
+    ids = server.http.post("/tokenize", json=prompt).raise_for_status().json()["tokens"]
+    if "tool_choice" in chat:  # its length is known behind it
+        forced = ask(server, CHAT, **chat)
+        return forced, ask(
+            server, COMPLETIONS, prompt=ids, max_tokens=forced.tokens, ignore_eos=True
+        )
+    read = {**chat, "ignore_eos": True}
+    plain = {"prompt": ids, "max_tokens": chat["max_tokens"], "ignore_eos": True}
     if first:
-        other = ask(http, COMPLETIONS, **plain)
-        return ask(http, CHAT, **chat), other
-    return ask(http, CHAT, **chat), ask(http, COMPLETIONS, **plain)
+        other = ask(server, COMPLETIONS, **plain)
+        return ask(server, CHAT, **read), other
+    return ask(server, CHAT, **read), ask(server, COMPLETIONS, **plain)
 
 
 def line(pairs: list[tuple[float, float]]) -> str:
-    """A row of the table: the ratios of pairs of milliseconds."""
+    """A row of the table: the ratios of pairs of seconds."""
     found = [one / other for one, other in pairs]
     return f"{median(found):.3f} ({min(found):.3f} .. {max(found):.3f})"
 
@@ -94,23 +110,24 @@ def line(pairs: list[tuple[float, float]]) -> str:
 def main(
     plain: Annotated[Path, typer.Argument(help="an artifact")],
     drafts: Annotated[Path | None, typer.Argument(help="one that drafts")] = None,
-    rounds: Annotated[int, typer.Option(min=1)] = 4,
-    tokens: Annotated[int, typer.Option(min=2, help="of texts")] = 64,
+    minutes: Annotated[
+        float, typer.Option(help="as many rounds as go into it, one at least")
+    ] = 1.8,
+    tokens: Annotated[int, typer.Option(min=2, help="of texts")] = 128,
     most: Annotated[int, typer.Option(min=2, help="tokens of a call")] = 128,
     seed: Annotated[int, typer.Option(help="of the prompts")] = 1,
 ) -> None:
     """Measure, and print a table."""
+    start = time.monotonic()
     artifacts = [plain] if drafts is None else [plain, drafts]
     with ExitStack() as stack:
         template = Path(stack.enter_context(TemporaryDirectory())) / "template.jinja"
         template.write_text((plain / "chat_template.jinja").read_text() + THOUGHTS)
         options = ["--chat-template", str(template)]
-        https = []
+        servers = []
         for one in artifacts:
-            url, _ = stack.enter_context(served([one], options))
-            head = {"x-api-key": "soak"}
-            https.append(httpx.Client(base_url=url, timeout=300, headers=head))
-        texts = list(questions("edit", rounds + 1, seed))
+            servers.append(Server(*stack.enter_context(served([one], options))))
+        texts = list(questions("edit", 100, seed))
         cases: dict[str, dict[str, Any]] = {
             "tools": {"max_tokens": tokens},
             "tools, in reasoning": {"max_tokens": tokens, **THINKS},
@@ -118,27 +135,32 @@ def main(
         }
         found: dict[str, list[tuple[Run, Run]]] = {}
         for turn, text in enumerate(texts):
+            begun = time.monotonic()
             chat = {"messages": [{"role": "user", "content": text}], "tools": TOOLS}
             todo = [
-                (name, i) for name in cases for i in range(len(https)) if not i or "call" in name
+                (name, i) for name in cases for i in range(len(servers)) if not i or "call" in name
             ]
             random.Random(turn).shuffle(todo)
             for name, i in todo:
-                pair = beside(https[i], {**chat, **cases[name]}, turn % 2 == 0)
+                pair = beside(servers[i], {**chat, **cases[name]}, turn % 2 == 0)
                 if turn:  # the first warms up
                     found.setdefault(f"{name}{', drafts' * i}", []).append(pair)
-    print("| | tokens | after the first token | whole request |\n|---|---|---|---|")
+            now = time.monotonic()
+            if turn and now - start + now - begun > 60 * minutes:
+                break
+    print(f"{turn} rounds\n")
+    print("| | tokens | processor time | after the first token |\n|---|---|---|---|")
     for name in sorted(found):
         pairs = found[name]
+        worked = line([(one.worked, other.worked) for one, other in pairs])
         after = line([(one.after, other.after) for one, other in pairs])
-        whole = line([(one.whole, other.whole) for one, other in pairs])
         size = round(median(one.tokens for one, _ in pairs))
-        print(f"| {name} | {size} | {after} | {whole} |")
+        print(f"| {name} | {size} | {worked} | {after} |")
     if drafts is not None:
         both = list(zip(found["a forced call, drafts"], found["a forced call"], strict=True))
+        worked = line([(one.worked, other.worked) for (one, _), (other, _) in both])
         after = line([(one.after, other.after) for (one, _), (other, _) in both])
-        whole = line([(one.whole, other.whole) for (one, _), (other, _) in both])
-        print(f"| a forced call: drafts over none | | {after} | {whole} |")
+        print(f"| a forced call: drafts over none | | {worked} | {after} |")
 
 
 if __name__ == "__main__":
