@@ -7,7 +7,8 @@ Each is served by `accel-compile serve`. A round asks, in an order that changes,
 text, reasoning and calls, for one that begins in reasoning, and for a call that has to come (`tool_choice`). Beside
 each is a completion of the same prompt's token ids and of the same length, streamed as it is. Prompts are new in each
 round. Compared are the processor time of the server's processes for the whole request, and the seconds after its first
-token; a table tells medians of ratios of a round, with the least and the greatest.
+token; a table tells medians of ratios of a round, with the least and the greatest. A second table has what reading and
+telling a token costs by itself, without a model.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,7 +30,13 @@ import typer
 from soak import KEY, served
 from soak_clients import CHAT, COMPLETIONS
 
-from accel.reference.kinds import questions
+from accel.reference.kinds import prompts, questions
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.serve.reply.family import family_of, thinking_of
+from accel.runtime.serve.reply.forms import Tool
+from accel.runtime.serve.reply.machine import Machine, Reading
+from accel.runtime.serve.request import Event, Usage
+from accel.serve.replies import ChatReply, Choice, CompletionReply
 
 THOUGHTS = "{% if thoughts %}<think>\n{% endif %}{# </think> #}"  # behind the model's own template
 WRITE = {
@@ -43,6 +51,7 @@ WRITE = {
 }
 TOOLS = [{"type": "function", "function": WRITE}]
 MUST = {"tool_choice": "required", "parallel_tool_calls": False}
+TEXT = 4000  # tokens that are read
 THINKS = {"chat_template_kwargs": {"thoughts": True}}
 
 
@@ -107,6 +116,33 @@ def line(pairs: list[tuple[float, float]]) -> str:
     return f"{median(found):.3f} ({min(found):.3f} .. {max(found):.3f})"
 
 
+def reading(artifact: Path) -> Iterator[str]:
+    """Rows of a table: microseconds of this thread for each token of a text that is read and told in chunks."""
+    tokenizer = Tokenizer(artifact / "tokenizer.json")
+    source = (artifact / "chat_template.jinja").read_text() + THOUGHTS
+    tools = [Tool(WRITE["name"], WRITE["parameters"])]
+    known = Reading(tokenizer, family_of(source), thinking_of(source), tools)
+    kinds = {
+        "a completion": (CompletionReply, Reading(tokenizer)),
+        "tools": (ChatReply, known),
+        "tools, in reasoning": (ChatReply, replace(known, begun=True)),
+    }
+    stream = tokenizer.stream()
+    ids = tokenizer.encode("".join(prompts("edit", 40, 1)), special=False)[:TEXT]
+    events, usage = [Event(token, stream.push(token)) for token in ids], Usage(0, 0)
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(5):
+        for name, (reply, how) in kinds.items():
+            choice, told = Choice(Machine(how)), reply("m", tokenizer, top=None, usage=True)
+            begun = time.thread_time()
+            for event in events:
+                for piece in told.pieces(0, *choice.take(event, usage)):
+                    json.dumps(piece)
+            found[name].append(1e6 * (time.thread_time() - begun) / len(events))
+    for name, all_of_them in found.items():
+        yield f"| {name} | {median(all_of_them):.1f} ({min(all_of_them):.1f} .. {max(all_of_them):.1f}) |"
+
+
 def main(
     plain: Annotated[Path, typer.Argument(help="an artifact")],
     drafts: Annotated[Path | None, typer.Argument(help="one that drafts")] = None,
@@ -161,6 +197,9 @@ def main(
         worked = line([(one.worked, other.worked) for (one, _), (other, _) in both])
         after = line([(one.after, other.after) for (one, _), (other, _) in both])
         print(f"| a forced call: drafts over none | | {worked} | {after} |")
+    print("\n| microseconds of the reader for a token | |\n|---|---|")
+    for row in reading(plain):
+        print(row)
 
 
 if __name__ == "__main__":
