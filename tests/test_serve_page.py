@@ -11,9 +11,12 @@ import time
 
 import pytest
 
+import accel
 from accel.serve.limits import Access
+from accel.serve.loading import Models
+from accel.serve.models import source
 
-from . import serve_case
+from . import serve_case, serve_tools_case, test_embeddings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")]
@@ -70,6 +73,20 @@ class Browser:
             assert time.monotonic() < end, code
             time.sleep(0.1)
 
+    def open(self, url, lanes=1):
+        self.call("Page.navigate", url=url)
+        self.until(f'typeof lanes == "object" && lanes.length == {lanes}')
+
+    def say(self, text):
+        """Send it from the form, and wait for the answers."""
+        self.js(f'$("text").value = {json.dumps(text)}; $("form").requestSubmit()')
+        self.until("!running")
+
+    def texts(self, selector):
+        return self.js(
+            f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)"
+        )
+
     def close(self):
         self.call("Browser.close")
         self._process.wait(30)
@@ -123,3 +140,82 @@ def test_the_page_chats_with_two_recipes(browser, tmp_path):
         assert browser.js("lanes.every((one) => one.messages.length == 0)")
         assert server.idle()
         assert [one for one in browser.complaints if "401" not in str(one)] == told == []
+
+
+def test_reasoning_is_folded_and_calls_are_shown(browser, tmp_path):
+    """What calls give is typed, goes back with them, and a call that was cut does not."""
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    arguments = '{"city": "Oslo", "days": 1}'
+    with serve_tools_case.serving(tmp_path) as server:
+        browser.open(server.url, 2)
+        browser.js(
+            "lanes[1].select.value = ''; lanes[1].select.onchange(); $('temperature').value = 0"
+        )
+        browser.js(f"$('tools').value = {json.dumps(json.dumps(serve_tools_case.TOOLS))}")
+        serve_tools_case.script(
+            server,
+            "<think>",
+            "I <b>look</b>.",
+            "</think>",
+            "See:",
+            call % ("weather", arguments),
+            call % ("now", "{}"),
+        )
+        browser.say("Weather?")
+        assert browser.texts(".thought div") == ["I <b>look</b>."] and not browser.js(
+            "document.querySelector('details').open"
+        )
+        assert browser.texts(".thought summary")[0].startswith("thought for")
+        assert browser.texts(".assistant .text") == ["See:"]
+        assert browser.texts(".call b") == ["weather", "now"]
+        assert browser.texts(".call code") == ['{\n  "city": "Oslo",\n  "days": 1\n}', "{}"]
+
+        serve_tools_case.script(server, "It rains.")
+        for i, given in enumerate(("rain", "noon")):
+            field = f"document.querySelectorAll('.call input')[{i}]"
+            browser.js(
+                f"{field}.value = '{given}'; {field}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Enter'}}))"
+            )
+        browser.until("!running && lanes[0].messages.length == 5")
+        assert browser.texts(".assistant .text") == ["See:", "It rains."]
+        prompt = server.models[0].tokenizer.decode(server.engine.prompt)
+        assert prompt.endswith(f"{call % ('now', '{}')}tool: raintool: noonassistant:")
+        assert call % ("weather", arguments) in prompt
+
+        serve_tools_case.script(server, call % ("weather", arguments))
+        browser.js(f"$('tokens').value = {len(server.engine.script) - 12}")
+        browser.say("Again?")
+        last = "lanes[0].messages.at(-1)"
+        assert "tool_calls" not in browser.js(last) and browser.js("lanes[0].open.length") == 0
+        assert "cut at the limit" in browser.texts(".count")[0]
+        browser.js("$('tools').value = '[{'")
+        browser.say("And now?")
+        assert browser.texts(".wrong")[0].startswith("tools: ")
+        assert browser.complaints == []
+
+
+def test_models_that_are_not_loaded_and_models_of_vectors(browser, tmp_path):
+    text = serve_case.build(tmp_path / "text", max_context=64, max_batch=2)
+    test_embeddings.write(tmp_path / "encoder")
+    vectors = tmp_path / "vectors"
+    accel.optimize(tmp_path / "encoder", out=vectors, max_batch=2, verify=False).close()
+    paths, said = (
+        (text, vectors),
+        "document.querySelector('.chips').textContent.includes('not loaded')",
+    )
+    with (
+        Models([source(path, threads=1) for path in paths]) as models,
+        serve_case.over(models) as server,
+    ):
+        browser.open(server.url)
+        assert browser.js("models.map((one) => one.id)") == [text.name]
+        assert browser.js(said) and browser.texts("#status") == ["1 model · not loaded yet"]
+        browser.js("$('tokens').value = 4")
+        browser.say("hello")
+        assert browser.js("lanes[0].messages.length") == 2
+        browser.until(f"!{said}")
+        assert "share" in browser.texts("#status")[0] or "turn" in browser.texts("#status")[0]
+    with Models([source(vectors, threads=1)]) as models, serve_case.over(models) as server:
+        browser.open(server.url, 0)
+        browser.until("$('status').textContent.includes('no model here makes texts')")
+        assert browser.js("$('send').disabled") and browser.complaints == []

@@ -307,6 +307,43 @@ def test_wrong_fields_are_named(client, served):
     assert served.engines[0].stats["requests_total"] == before
 
 
+def test_a_developer_speaks_as_the_system(client, served, say):
+    """As in the other two APIs: at the beginning it is the system message, later the user's."""
+
+    def prompt(*talk):
+        say("Yes.")
+        messages = [{"role": role, "content": content} for role, content in talk]
+        both(client, messages=messages, tools=openai.omit)
+        return served.models[0].tokenizer.decode(served.engine.prompt)
+
+    assert prompt(("developer", "Be kind."), ("user", "Hi")) == "system: Be kind.user: Hiassistant:"
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
+    told = prompt(("system", "Be brief."), ("developer", parts), ("developer", ""), ("user", "Hi"))
+    assert told == "system: Be brief.\n\nBe kind.user: Hiassistant:"
+    told = prompt(
+        ("user", "Hi"), ("assistant", "Yes?"), ("developer", "Be kind."), ("user", "Say.")
+    )
+    assert told == "user: Hiassistant: Yes?user: Be kind.\n\nSay.assistant:"
+    assert prompt(("user", "a"), ("user", "b")) == "user: auser: bassistant:", "control"
+
+
+def test_templates_are_told_of_known_keys_only(client, served, say):
+    """What is not known may be nested more deeply than a template writes; its names are told in the header."""
+    deep, plain = json.loads('{"a":' * 900 + "1" + "}" * 900), TOOLS[0]["function"]
+    tools = [{**TOOLS[0], "x": deep, "function": {**plain, "y": deep, "cache": 1}}, TOOLS[1]]
+    with httpx.Client(base_url=served.url, timeout=60) as http:
+        found = []
+        for offered in (TOOLS, tools):
+            say("Yes.")
+            answer = http.post("/v1/chat/completions", json={**ASKED, "tools": offered})
+            assert answer.status_code == 200, answer.text
+            found.append((served.engine.prompt.tolist(), answer.headers.get("x-accel-ignored")))
+        names = "tools.0.x, tools.0.function.y, tools.0.function.cache"
+        assert found == [(found[0][0], None), (found[0][0], names)]
+        asked = {"model": "hermes", "messages": TALK, "tools": tools}
+        assert http.post("/tokenize", json=asked).json()["tokens"] == found[0][0]
+
+
 def test_messages_of_clients_are_taken(client):
     """As the openai client gives them back, with fields that are null."""
     said = ChatCompletionMessage(role="assistant", content=None, tool_calls=None, refusal=None)

@@ -138,8 +138,8 @@ def build(
             return
         show_report(compiled.report)
     then = f'run {out} --prompt "def quicksort("'
-    if compiled.facts.embedding is not None:
-        then = f"serve {out}, and POST /v1/embeddings"
+    if (how := compiled.facts.embedding) is not None:
+        then = f"serve {out}, and POST /v1/{'embeddings' if how.pairs is None else 'rerank'}"
     typer.echo(f"\nwritten to {out}; try: accel-compile {then}")
 
 

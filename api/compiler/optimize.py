@@ -166,7 +166,7 @@ def build(
     notes: list[str] = []
     if source is not None:
         with job.part("load", 0.0):
-            loaded = source.load(options.trust_remote_code, embedding is not None)
+            loaded = source.load(options.trust_remote_code, embedding)
             model, stored, notes = loaded.model, loaded.stored, loaded.notes
             del loaded
     if merge is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from accel.ir.errors import shown
 from accel.serve.errors import ApiError
 from accel.serve.schemas import ChatRequest, ForReply
 
+DEVELOPER = "developer"
 _BETWEEN = "\n\n"  # texts of one message that came apart
 
 
@@ -50,11 +51,8 @@ class History:
         return [turn.message for turn in self._turns]
 
     def system(self, text: str) -> None:
-        """What the model is told. Many templates take that at the beginning only: later it is told as the user's."""
-        begins = (
-            not self._turns or self._turns[0] is self._turns[-1] and self._turns[0].role == "system"
-        )
-        self._at("system" if begins else "user").texts.append(text)
+        """What the model is told, wherever (`developers`)."""
+        self._at(DEVELOPER).texts.append(text)
 
     def user(self, text: str) -> None:
         """What a person said."""
@@ -88,6 +86,29 @@ class History:
         if not self._turns or self._turns[-1].role != role:
             self._turns.append(_Turn(role))
         return self._turns[-1]
+
+
+def developers(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages without the role `developer`, which few templates know. It is the system's at the beginning; many
+    templates take that there only, so later it is the user's. One message comes of it and what is beside it in that
+    role. Contents are texts.
+    """
+    found, told = (
+        list[Mapping[str, Any]](),
+        False,
+    )  # whether the last one is, or holds, a developer's
+    for message in messages:
+        role, before = message.get("role"), told
+        told = role == DEVELOPER
+        if told:
+            role = "system" if all(one.get("role") == "system" for one in found) else "user"
+        if found and found[-1].get("role") == role and (told or before):
+            texts = (found[-1].get("content"), message.get("content"))
+            found[-1] = {**found[-1], "content": _BETWEEN.join(filter(None, texts))}
+            told = True
+        else:
+            found.append({**message, "role": role})
+    return found
 
 
 def as_chat(

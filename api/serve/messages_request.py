@@ -88,7 +88,7 @@ def read(asked: MessagesRequest, served: Served, adapter: str | None) -> Asked:
 def count(asked: CountRequest, served: Served) -> int:
     """Tokens of the prompt. Raises ApiError, AccelError."""
     with in_words(_WORDS):
-        return requests.count(_chat(asked), served)
+        return len(requests.chat_tokens(_chat(asked), served))
 
 
 def _ignored(asked: CountRequest) -> Sequence[str]:

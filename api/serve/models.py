@@ -88,6 +88,7 @@ class About:
             "max_batch": self.max_batch,
             "chat": self.chats,
             "embedding": None if facts.embedding is None else facts.embedding.width,
+            "rerank": facts.embedding is not None and facts.embedding.pairs is not None,
             "recipe": recipe.get("name"),
             "about": recipe.get("about"),
             "methods": methods,

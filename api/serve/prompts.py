@@ -10,7 +10,9 @@ from accel.ir.errors import InputError
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.prompts import as_prompts, items_of
 from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.model.embed import pairs
 from accel.serve.errors import ApiError
+from accel.serve.history import developers
 from accel.serve.models import Served
 from accel.serve.schemas import ChatRequest
 from accel.serve.tools import as_templates_want
@@ -43,6 +45,21 @@ def of_texts(inputs: Any, served: Served) -> list[Ints]:
         if isinstance(text, str):
             check_length(text, served, "input", f"text {i}")
     return checked(inputs, served, "input", "text")
+
+
+def of_pairs(query: str, texts: Sequence[str], served: Served) -> list[Ints]:
+    """A query with each of the texts [n] that it is compared with. Raises ApiError."""
+    if not 0 < len(texts) <= MOST_TEXTS:
+        told = f"documents has {len(texts):,} texts; give 1 to {MOST_TEXTS:,} in a request"
+        raise ApiError(400, told, param="documents")
+    check_length(query, served, "query", "the query")
+    for i, text in enumerate(texts):
+        check_length(text, served, "documents", f"document {i}")
+    try:
+        found = pairs(query, texts, served.model.facts, served.model.tokenizer)
+    except InputError as error:
+        raise ApiError(400, str(error), param="documents") from None
+    return checked(found, served, "documents", "document")
 
 
 def of_completion(prompt: Any, served: Served) -> list[Ints]:
@@ -93,7 +110,7 @@ def of_chat(
             f"chat_template_kwargs: {wrong[0]} is no variable of a template; leave it out",
             param="chat_template_kwargs",
         )
-    plain = [_plain(message, i) for i, message in enumerate(messages)]
+    plain = developers([_plain(message, i) for i, message in enumerate(messages)])
     if go_on:
         plain = _marked(plain)
     tokenizer = served.model.tokenizer
@@ -124,7 +141,7 @@ def fitting(tokens: Sequence[int], served: Served) -> Ints:
     return found
 
 
-def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """With a mark at the end of the last one. Raises ApiError."""
     last = messages[-1] if messages else {}
     content = last.get("content")

@@ -164,14 +164,14 @@ def of_chat(
         adapter,
         reading,
         guide,
-        ignored=ignored,
+        ignored=[*ignored, *calling.ignored],
         words=words or {},
     )
 
 
-def count(asked: ChatRequest, served: Served) -> int:
-    """Tokens of a chat's prompt, which may be longer than the context. Raises ApiError, AccelError."""
-    return len(prompts.encoded(_text(asked, served, tools.calling(asked, served)), served))
+def chat_tokens(asked: ChatRequest, served: Served) -> Sequence[int]:
+    """The tokens of a chat's prompt, which may be longer than the context. Raises ApiError, AccelError."""
+    return prompts.encoded(_text(asked, served, tools.calling(asked, served)), served)
 
 
 def _text(asked: ChatRequest, served: Served, calling: tools.Calling) -> str:

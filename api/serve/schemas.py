@@ -182,6 +182,17 @@ class EmbeddingRequest(Schema):
     user: Unused = None
 
 
+class RerankRequest(Schema):
+    """POST /v1/rerank. `documents`: texts, or objects with a `text`."""
+
+    model: str | None = None
+    query: str
+    documents: Listed[Any]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    user: Unused = None
+
+
 class ChatRequest(Generation):
     """POST /v1/chat/completions. The last three are vLLM's: variables of the template, whether it opens an
     answer, and whether the last message goes on.

@@ -23,6 +23,7 @@ from accel.serve.schemas import ChatRequest
 
 MOST = 128  # tools of a request, as OpenAI's
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_KEYS = ("name", "description", "parameters", "strict")  # of a function
 _CHOICES = ("auto", "none", "required")
 _PARTS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)  # of a template, what is code
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
@@ -32,10 +33,11 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 @dataclass(frozen=True)
 class Calling:
     """What a chat may call. `shown`: the tools as the template is told them, None without; `tools`: those that may be
-    called.
+    called; `ignored`: the places of what they hold that is not known.
     """
 
     shown: list[dict[str, Any]] | None
+    ignored: Sequence[str]
     tools: Sequence[Tool]
     required: bool
     several: bool
@@ -64,7 +66,8 @@ class Calling:
 
 def calling(asked: ChatRequest, served: Served) -> Calling:
     """What a request says of tools. Raises ApiError."""
-    shown, tools = _tools(asked.tools or [])
+    tools = _tools(asked.tools or [])
+    shown, ignored = _known(asked.tools or [])
     choice = _choice(asked.tool_choice, [tool.name for tool in tools])
     if choice == "none":
         shown, tools = [], []
@@ -85,6 +88,7 @@ def calling(asked: ChatRequest, served: Served) -> Calling:
     named = choice not in (None, *_CHOICES)
     return Calling(
         shown or None,
+        ignored,
         [tool for tool in tools if tool.name == choice] if named else tools,
         required=named or choice == "required",
         several=asked.parallel_tool_calls is not False and not named,
@@ -112,8 +116,20 @@ def _knows_tools(source: str) -> bool:
     return any(re.search(r"\btools\b", _QUOTED.sub("", part)) for part in _PARTS.findall(source))
 
 
-def _tools(offered: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
-    """The tools as they were given, and what they are. Raises ApiError."""
+def _known(offered: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Tools that are right, without what is not known in them, and the places of that."""
+    shown, ignored = list[dict[str, Any]](), list[str]()
+    for i, tool in enumerate(offered):
+        function = tool["function"]
+        known = {key: function[key] for key in _KEYS if key in function}
+        shown.append({"type": "function", "function": known})
+        ignored += [f"tools.{i}.{key}" for key in tool if key not in ("type", "function")]
+        ignored += [f"tools.{i}.function.{key}" for key in function if key not in _KEYS]
+    return shown, ignored
+
+
+def _tools(offered: Sequence[Any]) -> list[Tool]:
+    """What they are. Raises ApiError."""
     if len(offered) > MOST:
         raise _refused(f"tools: {len(offered)} were given; give at most {MOST}")
     found = dict[str, Tool]()
@@ -122,7 +138,7 @@ def _tools(offered: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
         if tool.name in found:
             raise _refused(f"tools: two are named {tool.name}; rename one")
         found[tool.name] = tool
-    return list(offered), list(found.values())
+    return list(found.values())
 
 
 def _tool(offered: Any, place: str) -> Tool:

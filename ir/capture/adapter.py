@@ -87,6 +87,30 @@ class Adapter(nn.Module):
         return self.read(self.model(tokens, **extra))
 
 
+class CrossEncoder(Adapter):
+    """`forward(tokens, positions)` -> a number for each token [B,T,1]: what the head gives where this one is first. Ids
+    from the size of the vocabulary on are those of a pair's second text.
+    """
+
+    def __init__(self, model: nn.Module, traits: ModelTraits):
+        super().__init__(model, traits)
+        assert traits.embedding is not None and traits.embedding.pairs is not None
+        self.size = traits.embedding.pairs.offset
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        extra: dict[str, Any] = {}
+        if self.position_name:
+            extra[self.position_name] = positions + self.offset if self.offset else positions
+        model: Any = self.model
+        base = model.base_model
+        second = (tokens >= self.size).long()
+        given = {"input_ids": tokens - self.size * second, "token_type_ids": second}
+        vectors = vectors_of(base(**given, **extra))
+        pooler = base.pooler  # over the first token, in transformers
+        scores: Tensor = model.classifier(pooler.activation(pooler.dense(vectors)))
+        return scores
+
+
 class EncoderDecoder(Adapter):
     """`forward(tokens, positions, inputs, inputs.pos)` or `forward(tokens, positions, features)`.
 

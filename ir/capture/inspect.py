@@ -89,7 +89,7 @@ def _of_module(
     notes: list[str] = []
     swaps = _swaps(model, modules, text, kind)
     try:
-        _refuse(model, kind, arguments)
+        _refuse(model, kind, arguments, embedding)
         if kind is Kind.ENCODER_DECODER and embedding is not None:
             raise CaptureError(
                 f"{type(model).__name__} is an encoder-decoder; texts become vectors by an encoder or a decoder alone"
@@ -113,7 +113,7 @@ def _of_module(
         type(model).__name__,
         max_context,
         refused,
-        vocab_size=_vocabulary(text, modules),
+        vocab_size=_vocabulary(text, modules) * (2 if embedding and embedding.pairs else 1),
         own_limit=_own_limit(text),
         limits=tuple(limit for limit in limits if limit[0] < max_context),
         eos=() if eos is None else tuple(int(e) for e in (eos if isinstance(eos, list) else [eos])),
@@ -162,13 +162,16 @@ def _vocabulary(text: Any, modules: dict[str, nn.Module]) -> int:
     return sizes[0] if sizes else 2
 
 
-def _refuse(model: nn.Module, kind: Kind, arguments: list[str]) -> None:
+def _refuse(
+    model: nn.Module, kind: Kind, arguments: list[str], embedding: Embedding | None
+) -> None:
     """Raises CaptureError where a module cannot be captured, as far as that is seen without running it."""
     if any(p.is_meta for p in model.parameters()):
         raise CaptureError(
             f"{type(model).__name__} has weights on the meta device, which hold no values; load them first"
         )
-    if kind is not Kind.MODULE:
+    pairs = embedding is not None and embedding.pairs is not None
+    if kind is not Kind.MODULE and not pairs:
         refuse_kind(model, arguments)
 
 

@@ -13,7 +13,7 @@ import torch._dynamo.config as dynamo
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from accel.ir.capture.adapter import Adapter, EncoderDecoder, UsersProgram
+from accel.ir.capture.adapter import Adapter, CrossEncoder, EncoderDecoder, UsersProgram
 from accel.ir.capture.flex import flex_uncompiled
 from accel.ir.capture.forms import short_chunks
 from accel.ir.capture.inspect import unwrapped
@@ -48,7 +48,9 @@ def prepared(
         return
     notes: list[str] = []
     model, stored = _widened(unwrapped(model), stored or {}, notes)
-    kind = EncoderDecoder if traits.kind is Kind.ENCODER_DECODER else Adapter
+    pairs = traits.embedding is not None and traits.embedding.pairs is not None
+    kind = CrossEncoder if pairs else Adapter
+    kind = EncoderDecoder if traits.kind is Kind.ENCODER_DECODER else kind
     with (
         inference_mode(model, traits),
         flex_uncompiled(),

@@ -83,17 +83,30 @@ class Tokenizer:
         text: str = self._inner.to_str()
         return text
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; `special` adds what the model expects around a text (a first token)."""
+    @staticmethod
+    def _check(text: str) -> None:
+        """Raises InputError."""
         surrogates = (i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff")
         if (place := next(surrogates, None)) is not None:
             raise InputError(
                 f"the text holds a lone surrogate (U+{ord(text[place]):04X}) at place {place}, which no UTF-8 text "
                 "does; decode its bytes as UTF-8, with errors='replace' where they may be wrong"
             )
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids; `special` adds what the model expects around a text (a first token)."""
+        self._check(text)
         with _told(InputError, "the model's tokenizer cannot encode this text"):
             ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
         return ids
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """The token ids [n] of two texts as the model takes them together, and the type of each, 0 or 1."""
+        for text in (first, second):
+            self._check(text)
+        with _told(InputError, "the model's tokenizer cannot encode these texts"):
+            found = self._inner.encode(first, second)
+        return found.ids, found.type_ids
 
     @overload
     def apply_chat_template(

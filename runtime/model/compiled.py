@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, Unpack
@@ -32,6 +32,7 @@ from accel.runtime.inputs.prompts import (
     as_prompts,
     is_conversation,
     is_text,
+    items_of,
     without_messages,
 )
 from accel.runtime.inputs.text import Tokenizer
@@ -39,7 +40,7 @@ from accel.runtime.loop import HOST, chosen
 from accel.runtime.loop import Base as Loop
 from accel.runtime.model.adapters import Adapters
 from accel.runtime.model.chat import Chat
-from accel.runtime.model.embed import Vectors, embedded, embedding_of
+from accel.runtime.model.embed import Vectors, embedded, embedding_of, pairs
 from accel.runtime.model.meter import Meter
 from accel.runtime.model.notebook import model_table
 from accel.runtime.model.output import Output
@@ -282,10 +283,20 @@ class CompiledModel:
         Raises:
             InputError: the model makes text, or a text is empty or longer than `max_context`; with its place.
         """
-        embedding_of(self.facts)
+        how = embedding_of(self.facts)
+        if how.pairs is not None and any(isinstance(one, str) for one in items_of(texts, "texts")):
+            raise InputError(f"{self.facts.name} compares two texts: use model.score(query, texts)")
         self._sessions.live_backend()
         ids = as_prompts(texts, self.facts, self.tokenizer, what="text")
         return embedded(ids, self.facts, self.session, dimensions, before)
+
+    def score(self, query: str, texts: Sequence[str]) -> Vectors:
+        """How well each of the texts answers a query, float32 [n], of a model that was built of a cross-encoder.
+
+        Raises:
+            InputError: it is none, or a pair is longer than `max_context`; with its place.
+        """
+        return self.embed(pairs(query, texts, self.facts, self.tokenizer))[:, 0]
 
     def session(self, batch: int = 1, adapter: Any = None) -> Session:
         """An empty session of `batch` rows, at most `max_batch`. Close it or use it in a `with` statement.

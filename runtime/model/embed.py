@@ -14,6 +14,7 @@ from accel.ir.facts import Facts
 from accel.runtime.call import Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.prompts import as_count
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 
 Vectors = npt.NDArray[np.float32]
@@ -28,6 +29,21 @@ def embedding_of(facts: Facts) -> Embedding:
             f"{facts.name} makes text, not vectors; build it again with pooling=mean, or give an embedding model"
         )
     return facts.embedding
+
+
+def pairs(
+    first: str, texts: Sequence[str], facts: Facts, tokenizer: Tokenizer | None
+) -> list[Ints]:
+    """The token ids [n] of a text with each of others, for a model that compares two. Raises InputError."""
+    how = embedding_of(facts).pairs
+    if how is None or tokenizer is None:
+        why = "has no tokenizer" if how is not None else "gives a vector for each text"
+        raise InputError(f"{facts.name} {why}; give a cross-encoder to compare texts")
+    found = []
+    for text in texts:
+        ids, types = tokenizer.encode_pair(first, text)
+        found.append(np.array(ids, np.int64) + how.offset * np.array(types, np.int64))
+    return found
 
 
 def check_dimensions(dimensions: Any, width: int) -> int:
@@ -58,6 +74,8 @@ def embedded(
         with opened(len(rows)) as session:
             given = session.run(tokens, lengths, last_only=how.pooling == "last")
         found[rows] = pooled(given, lengths, how.pooling)[:, :size]
+    if how.pairs is not None and how.pairs.sigmoid:
+        found[:] = 1 / (1 + np.exp(-found))
     if how.normalize or size < how.width:
         found /= np.maximum(np.linalg.norm(found, axis=1, keepdims=True), _SMALL)
     return found

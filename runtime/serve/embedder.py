@@ -14,7 +14,7 @@ from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.model.embed import Vectors
 from accel.runtime.serve.request import Full, Request, Ticket
 
-NO_TEXT = "this model gives vectors, and no text; ask /v1/embeddings, or another model"
+NO_TEXT = "this model gives vectors, and no text; ask /v1/embeddings (a cross-encoder: /v1/rerank), or another model"
 
 
 class Late(AccelError):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel.compiler.load.config import auto_class
 from accel.compiler.load.shards import Shards
+from accel.ir.embedding import Embedding
 from accel.ir.errors import CaptureError
 from accel.ir.weights import Experts, Pages, Stored, stand_in
 
@@ -63,15 +64,15 @@ def load_streamed(
     pages: Pages,
     notes: list[str],
     every: bool = False,
-    embeds: bool = False,
+    embedding: Embedding | None = None,
 ) -> Loaded:
     """Let transformers place the tensors (names, ties, buffers) without reading them. `every`: none may be left over.
-    `embeds`: the model has no head, nor a layer over its first token.
+    `embedding`: the model has no head, nor a layer over its first token, or those of a cross-encoder.
 
     Those that are not float32 are represented by stand-ins, and so are experts that it stacks. Where
     transformers computes otherwise with some, or writes to some, it gets these in memory, in a second round.
     """
-    model, stored, touched, left = _place(path, config, sources, set(), embeds)
+    model, stored, touched, left = _place(path, config, sources, set(), embedding)
     if left and every:
         raise CaptureError(
             f"{path} has {_some(left)}, for which {type(model).__name__} has no place as the metadata describes it; "
@@ -82,7 +83,7 @@ def load_streamed(
     if touched:
         del model, stored
         pages.release()  # with what was written
-        model, stored, *_ = _place(path, config, sources, touched, embeds)
+        model, stored, *_ = _place(path, config, sources, touched, embedding)
     return Loaded(model, stored, notes)
 
 
@@ -98,7 +99,11 @@ class _Copied:
 
 
 def _place(
-    path: Path, config: Any, sources: Mapping[str, Stored], copied: set[str], embeds: bool
+    path: Path,
+    config: Any,
+    sources: Mapping[str, Stored],
+    copied: set[str],
+    embedding: Embedding | None,
 ) -> tuple[Any, dict[Tensor, Stored], set[str], list[str]]:
     """The model; where those of its tensors lie that are a checkpoint's as they are; the tensors that cannot be had
     so, since transformers made something of them; and those that it did not use.
@@ -115,8 +120,8 @@ def _place(
         elif not as_is:
             stand_ins.add(name)
     with torch.device("meta"):
-        empty = auto_class(config.to_dict(), embeds).from_config(deepcopy(config))
-        options = {"add_pooling_layer": False} if embeds and _pools(empty) else {}
+        empty = auto_class(config.to_dict(), embedding).from_config(deepcopy(config))
+        options = {"add_pooling_layer": False} if embedding is not None and _pools(empty) else {}
         if options:
             empty = type(empty)(deepcopy(config), **options)
     _check_shapes(path, empty, sources)  # before transformers takes memory for them

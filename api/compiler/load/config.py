@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.compiler.load.quantised import FORMATS
+from accel.ir.embedding import Embedding
 from accel.ir.errors import CaptureError
 
 _HEADLESS = re.compile(r"For(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)\w+$")
@@ -45,10 +46,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def refuse(
-    path: Path, config: dict[str, Any], trust_remote_code: bool = False, embeds: bool = False
+    path: Path,
+    config: dict[str, Any],
+    trust_remote_code: bool = False,
+    embedding: Embedding | None = None,
 ) -> None:
-    """Refuse a configuration of what is no language model, or needs code that is not trusted. `embeds`: it is loaded
-    without a head, so that it may be an encoder.
+    """Refuse a configuration of what is no language model, or needs code that is not trusted. `embedding`: it is
+    loaded for that, so that it may be an encoder.
 
     Raises:
         CaptureError: with the field of config.json, the reason, and the nearest thing that would work.
@@ -66,7 +70,7 @@ def refuse(
             f"{path}: config.json has no model_type, so transformers cannot tell what it is; add it, "
             'as in "model_type": "llama"'
         )
-    if embeds:
+    if embedding is not None:
         return
     check_type(kind, f"{path}: model_type of config.json", config)
     named = config.get("architectures") or []
@@ -162,13 +166,16 @@ def encoder_decoder_types() -> dict[str, str]:
     return {**auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, **text}
 
 
-def auto_class(config: dict[str, Any], embeds: bool = False) -> Any:
-    """The transformers class that loads a configuration's model with its output head; `embeds`: without one."""
+def auto_class(config: dict[str, Any], embedding: Embedding | None = None) -> Any:
+    """The transformers class that loads a configuration's model with its output head; `embedding`: without one, or with
+    that over pairs.
+    """
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    if embeds:
-        return transformers.AutoModel
+    if embedding is not None:
+        pairs = embedding.pairs is not None
+        return transformers.AutoModelForSequenceClassification if pairs else transformers.AutoModel
 
     kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
     decoder_only = named in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

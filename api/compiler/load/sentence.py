@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel.ir.embedding import Embedding
+from accel.ir.embedding import Embedding, Pairs
 from accel.ir.errors import CaptureError
 
 MODULES, LIMITS, POOLING = "modules.json", "sentence_bert_config.json", "config.json"
 _MODES = {"mean_tokens": "mean", "mean": "mean", "cls_token": "cls", "cls": "cls", "lasttoken": "last"}  # fmt: skip
 _MODE = "pooling_mode"
+_CROSS = "BertForSequenceClassification"
 _OTHERWISE = "; pooling=mean (or cls, or last) pools otherwise than the model was trained for"
 
 
@@ -59,6 +60,30 @@ def sentence_recipe(folder: Path) -> SentenceRecipe | None:
     longest = limits.get("max_seq_length")
     found = Embedding(_MODES[modes[0]], normalize=len(kinds) == len(wanted))
     return SentenceRecipe(found, longest if isinstance(longest, int) and longest > 0 else None)
+
+
+def cross_encoder(folder: Path, config: Mapping[str, Any]) -> SentenceRecipe | None:
+    """Of a directory of a BERT that gives one number for two texts; None: it is none. Raises CaptureError."""
+    named, labels = config.get("architectures"), config.get("id2label")
+    one = isinstance(labels, Mapping) and len(labels) == 1 or config.get("num_labels") == 1
+    if not one or named != [_CROSS]:
+        return None
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or size < 1 or config.get("type_vocab_size", 2) != 2:
+        raise CaptureError(
+            f"{folder}: config.json has vocab_size {size!r} and type_vocab_size {config.get('type_vocab_size')!r}; a "
+            "cross-encoder has a vocabulary, and two types of tokens"
+        )
+    told = config.get("sentence_transformers")
+    told = told.get("activation_fn") if isinstance(told, Mapping) else None
+    activation = told or config.get("sbert_ce_default_activation_function") or "Sigmoid"
+    kind = str(activation).rpartition(".")[2]
+    if kind not in ("Identity", "Sigmoid"):
+        raise CaptureError(
+            f"{folder}: config.json brings scores through {kind}; accel knows Identity and Sigmoid"
+        )
+    pairs = Pairs(size, kind == "Sigmoid")
+    return SentenceRecipe(Embedding("cls", normalize=False, pairs=pairs), None)
 
 
 def _read(file: Path) -> Any:

@@ -14,9 +14,10 @@ from accel.compiler.load.gguf import GgufModel, open_gguf
 from accel.compiler.load.gguf._file import GgufFile, is_gguf, read_gguf
 from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.quiet import quiet
-from accel.compiler.load.sentence import SentenceRecipe, sentence_recipe
+from accel.compiler.load.sentence import SentenceRecipe, cross_encoder, sentence_recipe
 from accel.compiler.load.shards import read_shards
 from accel.compiler.load.tokenizer import of_file, of_gguf, read_tokenizer
+from accel.ir.embedding import Embedding
 from accel.ir.errors import AccelError, CaptureError
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.inputs.tokenizer_config import TOKENIZER
@@ -30,9 +31,8 @@ class Source(ABC):
     def __init__(self, path: Path):
         self.path = path
 
-    def load(self, trust_remote_code: bool = False, embeds: bool = False) -> Loaded:
-        """The decoder or encoder-decoder, or without a head what `embeds`; its weights stay in the files until they are
-        read.
+    def load(self, trust_remote_code: bool = False, embedding: Embedding | None = None) -> Loaded:
+        """The decoder or encoder-decoder, or what `embedding` takes; its weights stay in the files until they are read.
 
         Raises:
             CaptureError: not a model, no such architecture, missing or damaged weights, or a
@@ -40,7 +40,7 @@ class Source(ABC):
         """
         try:
             with quiet():
-                return self._load(trust_remote_code, embeds)
+                return self._load(trust_remote_code, embedding)
         except AccelError:
             raise
         except Exception as error:  # transformers raises many kinds
@@ -49,7 +49,7 @@ class Source(ABC):
             ) from error
 
     @abstractmethod
-    def _load(self, trust_remote_code: bool, embeds: bool) -> Loaded: ...
+    def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded: ...
 
     @property
     def sentence_recipe(self) -> SentenceRecipe | None:
@@ -101,18 +101,20 @@ class Folder(Source):
 
     @property
     def sentence_recipe(self) -> SentenceRecipe | None:
-        return sentence_recipe(self.path) if self.path.is_dir() else None
+        if not self.path.is_dir():
+            return None
+        return sentence_recipe(self.path) or cross_encoder(self.path, self._json)
 
-    def _load(self, trust_remote_code: bool, embeds: bool) -> Loaded:
+    def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded:
         path, config = self.path, self._json
-        refuse(path, config, trust_remote_code, embeds)
+        refuse(path, config, trust_remote_code, embedding)
         told = quantisation(path, config)
         if not self.has_weights:
             raise CaptureError(
                 f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
             )
         if any(config.get(key) for key in _OWN_WAY):
-            return Loaded(load_whole(path, auto_class(config, embeds), trust_remote_code), {})
+            return Loaded(load_whole(path, auto_class(config, embedding), trust_remote_code), {})
         shards = read_shards(path)
         stored, notes = stored_tensors(shards), list[str]()
         if told:
@@ -120,13 +122,13 @@ class Folder(Source):
                 stored, notes = dequantised(told, shards.tensors, stored, shards.pages)
             except CaptureError as error:
                 raise CaptureError(f"{path}: {error}") from None
-        found = self.config(trust_remote_code, embeds)
-        return load_streamed(path, found, stored, shards.pages, notes, embeds=embeds)
+        found = self.config(trust_remote_code, embedding)
+        return load_streamed(path, found, stored, shards.pages, notes, embedding=embedding)
 
-    def config(self, trust_remote_code: bool = False, embeds: bool = False) -> Any:
+    def config(self, trust_remote_code: bool = False, embedding: Embedding | None = None) -> Any:
         from transformers import AutoConfig
 
-        refuse(self.path, self._json, trust_remote_code, embeds)
+        refuse(self.path, self._json, trust_remote_code, embedding)
         try:
             found = AutoConfig.from_pretrained(
                 self.path, local_files_only=True, trust_remote_code=trust_remote_code
@@ -192,8 +194,8 @@ class Gguf(Source):
     def model(self) -> GgufModel:
         return open_gguf(self.file)
 
-    def _load(self, trust_remote_code: bool, embeds: bool) -> Loaded:
-        if embeds:
+    def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded:
+        if embedding is not None:
             raise CaptureError(
                 f"{self.path} is a GGUF file, of which accel makes no embedding model; give the Hugging Face directory"
             )

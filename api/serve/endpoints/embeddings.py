@@ -30,6 +30,9 @@ def add(app: FastAPI, serving: Serving) -> None:
                 "directory with modules.json"
             )
             raise ApiError(400, told, param="model")
+        if how.pairs is not None:
+            told = f"{served.name} compares texts, and makes no vectors; ask /v1/rerank"
+            raise ApiError(400, told, param="model")
         assert adapter is None, "a model of vectors has no adapters"
         clock = serving.metrics.clock(served.name)
         try:

@@ -12,6 +12,7 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.serve import prompts
 from accel.serve.errors import ApiError
 from accel.serve.models import Served
+from accel.serve.requests import chat_tokens
 from accel.serve.schemas import ChatRequest, DetokenizeRequest, TokenizeRequest
 from accel.serve.serving import Serving
 
@@ -74,10 +75,8 @@ def _ids(asked: TokenizeRequest, served: Served) -> list[int]:
     if asked.messages is not None:
         names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
         options = {name: getattr(asked, name) for name in names}
-        variables = prompts.variables(ChatRequest(messages=[], **options))
-        go_on = bool(asked.continue_final_message)
-        chat = prompts.of_chat(asked.messages, variables, served, asked.tools, go_on)
-        return [*prompts.encoded(chat, served)]
+        chat = ChatRequest(messages=asked.messages, tools=asked.tools, **options)
+        return [*chat_tokens(chat, served)]
     text = asked.prompt if asked.content is None else asked.content
     assert text is not None, "one is given"
     special = asked.add_special_tokens if asked.content is None else bool(asked.add_special)
