@@ -25,7 +25,7 @@ STEPS = {
     "check",
 }  # prepare: swaps forms, and puts them back
 READERS = {  # of one module for `inspect`
-    "decoder_checks.refuse_kind", "encoder.encoder_facts", "encoder._vocabulary", "encoder._start",
+    "decoder_checks.refuse_kind", "encoder.encoder_facts", "encoder._vocabulary", "encoder._start", "encoder._speech",
     "length_limits.limit_of", "length_limits.is_indexer", "length_limits.turns_anew", "length_limits._types",
     "length_limits._rotary_limit", "length_limits._tables", "length_limits._asks",
 }  # fmt: skip

@@ -54,7 +54,8 @@ class House:
 
 def models(idle=None):
     sources = [
-        Source(name, None, ABOUT, size, None, {"max_waiting": 999}) for name, size in SIZES.items()
+        Source(name, None, ABOUT, size, None, None, {"max_waiting": 999})
+        for name, size in SIZES.items()
     ]
     return Models(sources, memory=MEMORY, idle=idle)
 

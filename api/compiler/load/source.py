@@ -103,7 +103,13 @@ class Folder(Source):
     def sentence_recipe(self) -> SentenceRecipe | None:
         if not self.path.is_dir():
             return None
-        return sentence_recipe(self.path) or cross_encoder(self.path, self._json)
+        if found := sentence_recipe(self.path):
+            return found
+        try:
+            config = self._json
+        except CaptureError:
+            return None  # loading it will say why
+        return cross_encoder(self.path, config)
 
     def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded:
         path, config = self.path, self._json
