@@ -36,8 +36,8 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class Chosen(Calibrated):
-    """Embedding and head in `many` bits; so are of the layers' weights the `share` that `few` bits would harm most for
-    their bytes, the others in these, rounded by the calibration text: steps that err least, errors fed back.
+    """Embedding, head and a `share` of the layers' weights get `many` bits: those that `few` would harm most for their
+    bytes. The others get `few`, rounded by the calibration text: steps that err least, errors fed back.
     """
 
     tokens: int = 4096

@@ -2,8 +2,8 @@
 //
 // A group is 64 numbers of a weight row, or 32 of 8 bits. Those of 2 to 6 bits lie in planes, of which each has a power
 // of two of their bits, the lowest first: 32 bytes of 4 bits, 16 of 2, 8 of 1; the first number of a byte in its lowest
-// bits. Each of a group's eight sums belongs to one block of the weight, so that blocks of 16 numbers and more keep scales of
-// their own.
+// bits. Each of a group's eight sums belongs to one block of the weight, so that blocks of 16 numbers and more keep
+// scales of their own.
 #pragma once
 #include <algorithm>
 
