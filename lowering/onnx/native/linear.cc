@@ -30,6 +30,7 @@ constexpr int64_t kFew = 4;
 constexpr int64_t kUnpacked = std::min<int64_t>(4, kTurned);  // the same of weights in planes, which cost more to unpack
 #if defined(__AVX2__)
 constexpr int64_t kKept = 2 * codes::kRows;  // rows beyond which turned strips are kept for all of them
+constexpr int64_t kKeptPlanes = ACCEL_WIDE_STRIPS ? codes::kRows : 0;  // the same of planes, which need more registers
 #endif
 constexpr int64_t kLongest = 1 << 16;    // of a block whose products are summed in 32 bits
 constexpr int64_t kNear = 1 << 17;       // bytes of turned weights that input rows go through together
@@ -350,7 +351,7 @@ void work_turned(const Call& c, int64_t item) {
   const int64_t part = std::max(block, kPart / vectors / block * block);
   constexpr bool planes = codes::in_planes(bits);
   constexpr int like = planes ? bits > 4 ? 6 : 4 : bits;  // what turned numbers are multiplied as
-  const bool kept = planes || c.rows > kKept;
+  const bool kept = c.rows > (planes ? kKeptPlanes : kKept);
   const int64_t most = !kept ? 1 : std::max<int64_t>(1, kNear / (vectors * std::min(part, c.groups)));
   if (int64_t(strips.size()) < most) strips.resize(most);
   const int64_t rows = (c.rows + codes::kRows - 1) / codes::kRows * codes::kRows;
@@ -364,7 +365,7 @@ void work_turned(const Call& c, int64_t item) {
       for (int64_t row = 0; row < c.rows; row += codes::kRows) {
         const int64_t left = c.rows - row;
         Multiply run = multiply_of<like, true>(left);
-        if constexpr (kTurned <= kKept && !planes)
+        if constexpr (kTurned <= (planes ? kKeptPlanes : kKept))
           if (!kept) run = multiply_of<bits, false>(left);
         for (int64_t i = s; i < end; ++i)
           run(c, strips[i - s], row, g, last, products.data() + (i * rows + row) * kWide);

@@ -280,7 +280,7 @@ struct Rows {
 
 // The first N of these rows times a strip of `blocks` blocks, added to out [N, kWide]. EACH: blocks of a group; 0: a
 // block of 2^shift groups. kept: whether the strip's numbers lie turned, which pays where it meets several times N rows;
-// else each group, of 4 or 8 bits, is turned in registers. Where it is kept, 4 bits stand for less too, and 6 for 5.
+// else each group is turned in registers. Where it is kept, 4 bits stand for less too, and 6 for 5.
 template <int bits, int N, int EACH, bool kept>
 void multiply(const Strip& strip, const Rows<bits>& x, int64_t blocks, int64_t shift, float* out) {
   constexpr int E = EACH ? EACH : 1, part = 8 / E, V = kVectors<bits>;
@@ -288,7 +288,7 @@ void multiply(const Strip& strip, const Rows<bits>& x, int64_t blocks, int64_t s
   Floats total[N];
   ACCEL_UNROLL for (int n = 0; n < N; ++n) total[n] = wide(out + n * kWide);
   for (int64_t b = 0; b < blocks; b += E) {
-    Numbers sums[N], turned[8];
+    Numbers sums[N], turned[14];
     ACCEL_UNROLL for (int e = 0; e < E; ++e) {
       if (e && b + e >= blocks) break;
       const int32_t* starts = x.starts + (b + e) * kRows;
@@ -297,7 +297,7 @@ void multiply(const Strip& strip, const Rows<bits>& x, int64_t blocks, int64_t s
         const Numbers* w = strip.numbers + V * g;
         if (!kept && !e) {
           ahead<bits>(strip, g);
-          turn_bytes(strip.rows, g * kBytes<bits>, turned);
+          turn_group<bits>(strip.rows, g * kBytes<bits>, turned);
         }
         auto weight = [&](int i) __attribute__((always_inline)) { return kept ? w[i] : unpacked<bits>(turned, i); };
         const Input<bits>* codes = x.codes + g * kRows;
