@@ -272,7 +272,7 @@ def test_a_large_model_is_counted_from_a_sketch(tmp_path, monkeypatch):
 
 
 def test_pictures_mark_what_is_new(captured):
-    e = told(captured, "int4")
+    e = told(captured, ["int4", "kv-float32"])
     before, after = e.pictures
     assert {before.boxes[i].label for i in before.new} == {"linear"}
     assert {after.boxes[i].label for i in after.new} == {"quantized_linear"}

@@ -13,6 +13,7 @@ from accel.ir.errors import RecipeError, unknown
 from accel.ir.invariants import Invariant, Method
 from accel.ir.recipe import Recipe
 from accel.passes import Pass, Rewriting
+from accel.passes.kv.codec._default import IfCached
 from accel.passes.kv.compress import Compress
 from accel.passes.state.trees import Trees
 from accel.passes.window._default import Windows
@@ -25,6 +26,8 @@ EVICTION = (
     "kv.when",
 )  # axes that one pass takes together
 WINDOW = "window"  # an axis that every recipe has, if it can
+CODEC = "kv.codec"
+OF_CACHE = ("kv.", "prefill")  # how axes begin that say something of the cache
 STEPS = ("kv.reuse", "prefill.ranks", "draft")  # axes of the engine whose methods name passes
 OF_REQUESTS = frozenset(
     {"sample", "schedule"}
@@ -105,7 +108,7 @@ def assemble_alone(recipe: Recipe) -> Plan:
         by_default = [sum(a not in recipe.tables for a in (c.relying, c.other)) for c in found]
         first = found[by_default.index(min(by_default))]  # what the recipe itself names, if any
         raise Incompatible(f"recipe '{recipe.name}': {conflict_text(first, _uses(plan))}")
-    plan.passes, plan.unasked = _passes(plan, axes), _always(plan.methods)
+    plan.passes, plan.unasked = _passes(plan, axes), _always(plan.methods, axes)
     return plan
 
 
@@ -232,11 +235,20 @@ def _evict(plan: Plan, axes: dict[str, Axis]) -> None:
             _default(plan, axes, axis, use)
 
 
-def _always(methods: Mapping[str, Any]) -> list[Pass]:
-    """The passes of a recipe that does not say what layers with a window keep, and has no method that conflicts."""
-    windows = Windows()
-    there = WINDOW in methods or conflicts({**methods, WINDOW: windows})
-    return [] if there else [windows]
+def _always(methods: Mapping[str, Any], axes: dict[str, Axis]) -> list[Pass]:
+    """The passes of a recipe that it does not name: of layers with a window, where it does not say what they keep; of
+    the cache, where its weights have few bits and it does not say how it is stored. Neither, where it has a method that
+    conflicts.
+    """
+    windows, found = Windows(), list[Pass]()
+    if WINDOW not in methods and not conflicts({**methods, WINDOW: windows}):
+        found.append(windows)
+    codec = getattr(methods.get("weights"), "codec", None)
+    if codec is not None and not any(axis.startswith(OF_CACHE) for axis in methods):
+        method = axes[CODEC].build(codec)
+        if not conflicts({**methods, CODEC: method}):
+            found.append(IfCached(method))
+    return found
 
 
 def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:

@@ -93,7 +93,7 @@ class Blocks(Base):
     """weight [N,K] -> codes, and a scale (and a zero point, unless `symmetric`) per row and block of `block` columns.
 
     Applies to matrices, embeddings and experts of at least `smallest` elements, not to convolutions. The integer
-    matmuls also round their input, to 8 bits per block.
+    matmuls also round their input, to 8 bits per block. A recipe that says nothing of the cache stores it by `codec`.
     """
 
     block: int = option(32, one_of=BLOCKS)
@@ -101,6 +101,7 @@ class Blocks(Base):
     smallest: int = option(4096, least=0)
 
     grade = "approximate"
+    codec: ClassVar[str] = "kv-float16"
     small: ClassVar[Mapping[str, Any]] = {"block": 16, "smallest": 256}
 
     @abstractmethod
