@@ -154,11 +154,12 @@ class Calls(Protocol):
 @dataclass(frozen=True, eq=False)
 class Settled:
     """What was due is done, and the buffers are new. calls: the graph calls that it took. lengths: what rows hold then,
-    at positions from 0 on; None: the same tokens.
+    at positions from 0 on; None: the same tokens. moved: what was held lies elsewhere, and is as it was.
     """
 
     calls: int
     lengths: Ints | None = None
+    moved: bool = False
 
 
 class SessionObserver:
@@ -228,6 +229,9 @@ class SessionObserver:
         """
         vars(self).update(restored(self, numbers))
 
+    def leaving(self, backend: BackendSession, rows: Ints, lengths: Ints) -> None:
+        """These rows [n] end, of a session whose rows hold `lengths` [B] tokens, all of which are still there."""
+
     def close(self, backend: BackendSession, lengths: Ints) -> None:
         """The session ends; the backend session is still open."""
 
@@ -258,6 +262,21 @@ class CallWatcher:
     def lost(self) -> bool:
         """Whether what was done since `begin` cannot be taken back."""
         return False
+
+    def reopen(self, backend: BackendSession, first: Ints) -> bool:
+        """Tokens from `first` [B] on run again, into slots of the rows' own. Whether the buffers are new."""
+        return False
+
+    def adopt(self, tokens: Ints, positions: Ints) -> None:
+        """Rows that were empty hold tokens, positions [B,T] (-1: padding), that another observer had of other sessions,
+        and recurrent state is as behind them.
+        """
+
+    def stops(self, first: Ints, counts: Ints) -> Ints | None:
+        """Of `counts` [B] tokens that come after `first` [B], behind how many a graph call is to end, less than all;
+        0: as it may.
+        """
+        return None
 
     def undo(self, backend: BackendSession, lengths: Ints) -> bool:
         """The call failed, rows hold `lengths` tokens as before. Whether the buffers are new."""

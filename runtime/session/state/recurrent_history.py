@@ -131,6 +131,10 @@ class RecurrentHistory(SessionObserver, CallWatcher):
         self._log.note(tokens, positions)
         self._taken += (positions >= 0).sum(1)
 
+    def adopt(self, tokens: Ints, positions: Ints) -> None:
+        """See CallWatcher."""
+        self.after(tokens, positions, {})
+
     def select(self, rows: Ints) -> None:
         """See SessionObserver. The copies of the state stay as they are until a row goes back to one."""
         super().select(rows)
