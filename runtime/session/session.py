@@ -19,7 +19,7 @@ from accel.runtime.session.extra import check_names
 from accel.runtime.session.flat import pays
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.modes.canvas import CanvasState
-from accel.runtime.session.modes.edits import Edits
+from accel.runtime.session.modes.edits import Edits, run_anew
 from accel.runtime.session.modes.encoder_input import EncoderInput
 from accel.runtime.session.observers.observer import (
     CallWatcher,
@@ -29,6 +29,7 @@ from accel.runtime.session.observers.observer import (
 )
 from accel.runtime.session.rows import wanted_rows
 from accel.runtime.session.saved import Origin, SavedSession, export, restore, save
+from accel.runtime.session.state.recurrent_history import RecurrentHistory
 from accel.runtime.session.taken import take
 
 Observer = TypeVar("Observer", bound=SessionObserver)
@@ -357,18 +358,22 @@ class Session:
 
     def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
         """Replace the tokens `start` .. `stop` - 1 of a row by `tokens` [n], and return the logits [B,1,V]
-        after the row's last token (0 for other rows). Needs a model built with `kv.reuse = pie`.
+        after the row's last token (0 for other rows). Needs a model built with `kv.reuse = pie`, or one with recurrent
+        state.
 
-        The new tokens attend to the tokens before them. Tokens after them keep their values, and their keys are
-        rotated to the new positions; only the last token is recomputed. So an edit at the end is exact, other edits
-        are approximate ("Let the Code LLM Edit Itself"). Raises InputError; if an edit fails, the session is unchanged.
+        With `pie` the new tokens attend to the tokens before them. Tokens after them keep their values, and their keys
+        are rotated to the new positions; only the last token is recomputed. So an edit at the end is exact, other edits
+        are approximate ("Let the Code LLM Edit Itself"). With recurrent state all tokens from the edit on run again,
+        and it is exact. Raises InputError; if an edit fails, the session is unchanged.
         """
         core = self._open()
-        if (edits := self.observer(Edits)) is None:
-            raise InputError(
-                "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
-            )
-        return edits.edit(core, start, stop, tokens, row)
+        if (edits := self.observer(Edits)) is not None:
+            return edits.edit(core, start, stop, tokens, row)
+        if (history := self.observer(RecurrentHistory)) is not None:
+            return run_anew(core, history.log, start, stop, tokens, row)
+        raise InputError(
+            "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
+        )
 
     def write(self, tokens: Any, start: Any, lengths: Any = None, rows: Any = None) -> Logits:
         """Overwrite or append tokens [B,T] from position `start` on, and return the logits [B,N,V] of

@@ -147,6 +147,9 @@ class Calls(Protocol):
     def run(self, tokens: Any, lengths: Any, last_only: bool) -> Logits:
         """See `Session.run`."""
 
+    def rewind(self, new_lengths: Ints) -> None:
+        """Let rows hold no more than `new_lengths` [B] tokens. Raises InputError."""
+
     def set_length(self, row: int, length: int) -> None:
         """Let a row hold so many tokens, whose slots the caller has written."""
 

@@ -4,6 +4,7 @@ replay them from.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
@@ -55,7 +56,7 @@ class RecurrentHistory(SessionObserver, CallWatcher):
     tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
     """
 
-    _log: Annotated[Log, ByRow(name="")]
+    log: Annotated[Log, ByRow(name="")]
     _taken: PerRow  # tokens that the state has taken in
     _single: Annotated[int, PerSession()]  # calls of one token since the last copy
     _wide: Annotated[bool, PerSession()]  # whether the last call was one of several tokens
@@ -64,10 +65,22 @@ class RecurrentHistory(SessionObserver, CallWatcher):
     capabilities = Capabilities(free_rewind=False, trees=False)
 
     def __init__(self, batch: int):
-        self._log = Log(batch)
+        self.log = Log(batch)
         self._taken = np.zeros(batch, np.int64)
         self._saved: list[_Saved] = []
         self._single, self._wide = 0, False
+        self._copies, self._seconds = 0, 0.0
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """See SessionObserver."""
+        held = {id(saved.state): saved.state for saved in self._saved}
+        arrays = (array for state in held.values() for array in state.values())
+        return {
+            "snapshots": self._copies,
+            "snapshot_seconds": self._seconds,
+            "snapshot_bytes": sum(array.nbytes for array in arrays),
+        }
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -100,8 +113,8 @@ class RecurrentHistory(SessionObserver, CallWatcher):
         if not missing.any():
             return None
         columns = np.arange(int(missing.max()))
-        places = np.minimum(self._taken[:, None] + columns, self._log.ids.shape[1] - 1)
-        return np.take_along_axis(self._log.ids, places, 1), missing, self._taken.copy()
+        places = np.minimum(self._taken[:, None] + columns, self.log.ids.shape[1] - 1)
+        return np.take_along_axis(self.log.ids, places, 1), missing, self._taken.copy()
 
     def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """Copy the state where it is due, before a call of `width` columns."""
@@ -111,7 +124,7 @@ class RecurrentHistory(SessionObserver, CallWatcher):
         known = self._saved and np.array_equal(self._saved[-1].lengths, self._taken)
         if not due or known or not self._taken.any():
             return ()
-        self._saved.append(_Saved(self._taken.copy(), backend.snapshot()))
+        self._saved.append(_Saved(self._taken.copy(), self._snapshot(backend)))
         if len(self._saved) > SNAPSHOTS:
             ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
             gaps = {
@@ -124,11 +137,19 @@ class RecurrentHistory(SessionObserver, CallWatcher):
 
     def pin(self, backend: BackendSession) -> None:
         """Nothing before what is held now will be run again: rows go back to here, or to nothing."""
-        self._saved = [_Saved(self._taken.copy(), backend.snapshot(), pinned=True)]
+        self._saved = [_Saved(self._taken.copy(), self._snapshot(backend), pinned=True)]
+
+    def _snapshot(self, backend: BackendSession) -> Any:
+        """A copy of the state, whose time counts."""
+        start = time.perf_counter()
+        found = backend.snapshot()
+        self._copies += 1
+        self._seconds += time.perf_counter() - start
+        return found
 
     def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """Note what a call [B,T] added to the state; position -1 is padding."""
-        self._log.note(tokens, positions)
+        self.log.note(tokens, positions)
         self._taken += (positions >= 0).sum(1)
 
     def adopt(self, tokens: Ints, positions: Ints) -> None:
@@ -157,6 +178,7 @@ class RecurrentHistory(SessionObserver, CallWatcher):
     def copy(self) -> Self:
         """See SessionObserver. The copies of the state, which nobody writes, are shared."""
         other = super().copy()
+        other._copies, other._seconds = 0, 0.0
         other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned, s.rows) for s in self._saved]
         return other
 
