@@ -242,7 +242,8 @@ class SessionCore:
                 columns = np.arange(int(left[2].max()))
                 positions = np.where(columns < left[2][:, None], before[:, None] + columns, -1)
                 for other in self.watchers:
-                    other.adopt(ids[:, : columns.size], positions)
+                    if other is not one:
+                        other.after(ids[:, : columns.size], positions, _NOTHING)
                 ids, counts, found = left
                 self.lengths, self.room = before + found, []
         return ids, counts
@@ -426,7 +427,7 @@ class SessionCore:
         backend = self.backend
         for one in self.watchers:
             if again := one.catch_up(backend, self.lengths):
-                for other in self.watchers:
+                for other in self.runners:
                     if other.reopen(backend, again[2]):
                         self.room = []
                 self._chunks(*again, True, (one,))
@@ -568,8 +569,8 @@ class SessionCore:
         return found
 
     def _stops(self, first: Ints, counts: Ints) -> Ints | None:
-        """See `CallWatcher.stops`: the first observer's that has any."""
-        found = (one.stops(first, counts) for one in self.watchers)
+        """See `PromptRunner.stops`: the first observer's that has any."""
+        found = (one.stops(first, counts) for one in self.runners)
         return next((stops for stops in found if stops is not None), None)
 
     def _whole(self, ids: Ints, last_only: bool) -> Logits:

@@ -19,17 +19,16 @@ from accel.runtime.session.extra import check_names
 from accel.runtime.session.flat import pays
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.modes.canvas import CanvasState
-from accel.runtime.session.modes.edits import Edits, run_anew
 from accel.runtime.session.modes.encoder_input import EncoderInput
 from accel.runtime.session.observers.observer import (
     CallWatcher,
     Capabilities,
+    Editable,
     Marked,
     SessionObserver,
 )
 from accel.runtime.session.rows import wanted_rows
 from accel.runtime.session.saved import Origin, SavedSession, export, restore, save
-from accel.runtime.session.state.recurrent_history import RecurrentHistory
 from accel.runtime.session.taken import take
 
 Observer = TypeVar("Observer", bound=SessionObserver)
@@ -367,13 +366,12 @@ class Session:
         and it is exact. Raises InputError; if an edit fails, the session is unchanged.
         """
         core = self._open()
-        if (edits := self.observer(Edits)) is not None:
-            return edits.edit(core, start, stop, tokens, row)
-        if (history := self.observer(RecurrentHistory)) is not None:
-            return run_anew(core, history.log, start, stop, tokens, row)
-        raise InputError(
-            "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
-        )
+        editable = next((one for one in core.observers if isinstance(one, Editable)), None)
+        if editable is None:
+            raise InputError(
+                "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
+            )
+        return editable.edit(core, start, stop, tokens, row)
 
     def write(self, tokens: Any, start: Any, lengths: Any = None, rows: Any = None) -> Logits:
         """Overwrite or append tokens [B,T] from position `start` on, and return the logits [B,N,V] of

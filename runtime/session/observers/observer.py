@@ -266,21 +266,6 @@ class CallWatcher:
         """Whether what was done since `begin` cannot be taken back."""
         return False
 
-    def reopen(self, backend: BackendSession, first: Ints) -> bool:
-        """Tokens from `first` [B] on run again, into slots of the rows' own. Whether the buffers are new."""
-        return False
-
-    def adopt(self, tokens: Ints, positions: Ints) -> None:
-        """Rows that were empty hold tokens, positions [B,T] (-1: padding), that another observer had of other sessions,
-        and recurrent state is as behind them.
-        """
-
-    def stops(self, first: Ints, counts: Ints) -> Ints | None:
-        """Of `counts` [B] tokens that come after `first` [B], behind how many a graph call is to end, less than all;
-        0: as it may.
-        """
-        return None
-
     def undo(self, backend: BackendSession, lengths: Ints) -> bool:
         """The call failed, rows hold `lengths` tokens as before. Whether the buffers are new."""
         return False
@@ -299,7 +284,9 @@ class CallWatcher:
         return ()
 
     def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
-        """A step ran: tokens, positions [B,T] (-1: padding), and the extra outputs [B,T,…] that someone asked for."""
+        """A step ran: tokens, positions [B,T] (-1: padding), and the extra outputs [B,T,…] that someone asked for. Or
+        rows hold these tokens without one, by another observer.
+        """
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Some layers ran a part of a prompt: their queries [B,T,H,D], at these positions [B,T] (-1: padding)."""
@@ -324,7 +311,18 @@ class PromptRunner:
         self, backend: BackendSession, tokens: Ints, counts: Ints | None, lengths: Ints
     ) -> tuple[Ints, Ints | None, Ints] | None:
         """Of tokens [B,T] whose last logits are asked for, `counts` of them real (None: all): what is left to
-        run, how many are real, how many each row holds without; the buffers are then new. None: all are run.
+        run, how many are real, how many each row holds without; the buffers are then new, and recurrent state is as
+        behind those. None: all are run.
+        """
+        return None
+
+    def reopen(self, backend: BackendSession, first: Ints) -> bool:
+        """Tokens from `first` [B] on run again, into slots of the rows' own. Whether the buffers are new."""
+        return False
+
+    def stops(self, first: Ints, counts: Ints) -> Ints | None:
+        """Of `counts` [B] tokens that come after `first` [B], behind how many a graph call is to end, less than all;
+        0: as it may.
         """
         return None
 
@@ -361,3 +359,11 @@ class Marked(Protocol):
 
     def mark(self, units: Any, question: Any, lengths: Any) -> bool:
         """See `Session.mark`. Whether it was noted."""
+
+
+@runtime_checkable
+class Editable(Protocol):
+    """Lets tokens of a row become others."""
+
+    def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits:
+        """See `Session.edit`."""

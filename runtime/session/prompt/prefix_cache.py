@@ -149,7 +149,7 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         self.log.note(tokens, positions)
 
     def stops(self, first: Ints, counts: Ints) -> Ints | None:
-        """See CallWatcher. Where prompts part from what is known."""
+        """See PromptRunner. Where prompts part from what is known."""
         if not self._parting.any():
             return None
         stops = self._parting - first
@@ -179,7 +179,7 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         return self._back(backend, new_lengths)
 
     def reopen(self, backend: BackendSession, first: Ints) -> bool:
-        """See CallWatcher."""
+        """See PromptRunner."""
         return self._cut(backend, first)
 
     def numbers(self, backend: BackendSession) -> Arrays:

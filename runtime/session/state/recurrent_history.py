@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.runtime.backends.protocol import BackendSession
-from accel.runtime.call import Arrays
+from accel.runtime.call import Arrays, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, PerRow, PerSession
+from accel.runtime.session.modes.edits import run_anew
 from accel.runtime.session.observers.observer import (
+    Calls,
     CallWatcher,
     Capabilities,
     ModelParts,
@@ -56,7 +58,7 @@ class RecurrentHistory(SessionObserver, CallWatcher):
     tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
     """
 
-    log: Annotated[Log, ByRow(name="")]
+    _log: Annotated[Log, ByRow(name="")]
     _taken: PerRow  # tokens that the state has taken in
     _single: Annotated[int, PerSession()]  # calls of one token since the last copy
     _wide: Annotated[bool, PerSession()]  # whether the last call was one of several tokens
@@ -65,7 +67,7 @@ class RecurrentHistory(SessionObserver, CallWatcher):
     capabilities = Capabilities(free_rewind=False, trees=False)
 
     def __init__(self, batch: int):
-        self.log = Log(batch)
+        self._log = Log(batch)
         self._taken = np.zeros(batch, np.int64)
         self._saved: list[_Saved] = []
         self._single, self._wide = 0, False
@@ -113,8 +115,8 @@ class RecurrentHistory(SessionObserver, CallWatcher):
         if not missing.any():
             return None
         columns = np.arange(int(missing.max()))
-        places = np.minimum(self._taken[:, None] + columns, self.log.ids.shape[1] - 1)
-        return np.take_along_axis(self.log.ids, places, 1), missing, self._taken.copy()
+        places = np.minimum(self._taken[:, None] + columns, self._log.ids.shape[1] - 1)
+        return np.take_along_axis(self._log.ids, places, 1), missing, self._taken.copy()
 
     def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """Copy the state where it is due, before a call of `width` columns."""
@@ -149,12 +151,12 @@ class RecurrentHistory(SessionObserver, CallWatcher):
 
     def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """Note what a call [B,T] added to the state; position -1 is padding."""
-        self.log.note(tokens, positions)
+        self._log.note(tokens, positions)
         self._taken += (positions >= 0).sum(1)
 
-    def adopt(self, tokens: Ints, positions: Ints) -> None:
-        """See CallWatcher."""
-        self.after(tokens, positions, {})
+    def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits:
+        """See `Session.edit`."""
+        return run_anew(calls, self._log, start, stop, tokens, row)
 
     def select(self, rows: Ints) -> None:
         """See SessionObserver. The copies of the state stay as they are until a row goes back to one."""

@@ -275,7 +275,7 @@ def test_the_check_after_the_pass_sees_wrong_blocks(captured, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("bloom", "bias by position"), ("mamba", "recurrent"), ("opt", "encoder")]
+    ("name", "reason"), [("bloom", "bias by position"), ("opt", "encoder")]
 )
 def test_models_that_cannot_are_refused(stateful, name, reason):
     program = stateful(name)
