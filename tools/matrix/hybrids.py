@@ -5,12 +5,13 @@ state to go back or to be shared.
 
 Each type is a small model of random weights (`accel.compiler.smoke.tiny_models`). What a way gives is held to plain
 decoding of the same build: the logits of recomputing to 1e-3 of the largest, or the same tokens, greedy and seeded.
-`--write` puts the table into docs/figures/details/hybrids.md.
+Results are kept in build/hybrids.json; `--write` puts them into docs/figures/details/hybrids.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import warnings
@@ -30,6 +31,7 @@ from accel.runtime.speculation.guard import Guard
 
 ROOT = Path(__file__).resolve().parents[2]
 COVERAGE = ROOT / "docs/figures/coverage.md"
+RESULTS = ROOT / "build/hybrids.json"
 TABLE = ROOT / "docs/figures/details/hybrids.md"
 SIZES = {"max_context": 160, "max_batch": 4, "verify": False}
 TOLERANCE = 1e-3
@@ -215,16 +217,18 @@ def outcome(way: Callable[[Make], str], make: Make) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("types", nargs="*", help="model types; all that carry recurrent state by default")
+    parser.add_argument("types", nargs="*", help="model types; by default those without a result")
     parser.add_argument("--target", default="onnx")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    rows = {}
-    for name in args.types or types():
+    rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for name in args.types or [name for name in types() if name not in rows]:
         with tempfile.TemporaryDirectory() as folder:
             make = maker(name, args.target, folder)
             rows[name] = [outcome(way, make) for way in WAYS.values()]
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(rows, indent=1), encoding="utf-8")
         print(f"| {name} | {' | '.join(rows[name])} |", flush=True)
     if args.write:
         TABLE.write_text(page(rows), encoding="utf-8")
@@ -245,7 +249,7 @@ def page(rows: Mapping[str, list[str]]) -> str:
         "",
         f"| type | {' | '.join(WAYS)} |",
         f"|---|{'---|' * len(WAYS)}",
-        *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()),
+        *(f"| {name} | {' | '.join(rows[name])} |" for name in sorted(rows)),
     ]
     return "\n".join(lines) + "\n"
 
