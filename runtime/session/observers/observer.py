@@ -23,6 +23,7 @@ class Capabilities:
 
     Attributes:
         free_rewind: a rewind costs nothing; if False, the next call first recomputes some tokens.
+        free_drafts: nor does one into the last call, of a few tokens, as of rejected drafts, where others may.
         back: number of newest tokens since the prompt that can always be rewound; None: all.
         width: most tokens per call whose logits equal those of single-token calls, up to rounding; None:
             any number, as far as `Session.room` allows.
@@ -32,6 +33,7 @@ class Capabilities:
     """
 
     free_rewind: bool = True
+    free_drafts: bool = True
     back: int | None = None
     width: int | None = None
     trees: bool = True
@@ -42,6 +44,7 @@ class Capabilities:
         """What both have."""
         return Capabilities(
             self.free_rewind and other.free_rewind,
+            self.free_drafts and other.free_drafts,
             _least(self.back, other.back),
             _least(self.width, other.width),
             self.trees and other.trees,
