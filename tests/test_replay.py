@@ -37,11 +37,15 @@ def law(program, plain, batch=2):
         assert session.capabilities.free_drafts and not anew.capabilities.free_drafts
         session.run(ids[:, :9])
         texts = [row[:9].tolist() for row in ids]
-        for turn, (counts, stood) in enumerate([((5, 5), (2, 4)), ((6, 3), (1, 3)), ((4, 4), (0, 0))]):
+        for turn, (counts, stood) in enumerate(
+            [((5, 5), (2, 4)), ((6, 3), (1, 3)), ((4, 4), (0, 0))]
+        ):
             draft = tokens_of(program, batch, max(counts), seed=turn + 1)
             session.run(draft, counts)
             before = session.stats["tokens"]
-            texts = [text + row[:n].tolist() for text, row, n in zip(texts, draft, stood, strict=True)]
+            texts = [
+                text + row[:n].tolist() for text, row, n in zip(texts, draft, stood, strict=True)
+            ]
             session.rewind([len(text) for text in texts])
             got = session.run(ids[:, 20 + turn : 21 + turn])
             assert session.stats["tokens"] - before == batch, "the new tokens alone"
@@ -73,7 +77,9 @@ def test_a_replay_from_or_to_elsewhere_is_caught(stateful, monkeypatch, spoilt):
         monkeypatch.setattr(
             backend,
             "part",
-            lambda self, entry, given: part(self, entry, {**given, "positions": given["positions"] * 0}),
+            lambda self, entry, given: part(
+                self, entry, {**given, "positions": given["positions"] * 0}
+            ),
         )
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         law(program, stateful("jamba"))
@@ -105,7 +111,9 @@ def test_plain_decoding_asks_for_nothing(stateful, monkeypatch):
     with session_of(program) as session:
         step, asked = session._core.backend.step, []
         monkeypatch.setattr(
-            session._core.backend, "step", lambda *a, **k: (asked.append(list(a[4])), step(*a, **k))[1]
+            session._core.backend,
+            "step",
+            lambda *a, **k: (asked.append(list(a[4])), step(*a, **k))[1],
         )
         session.run([[5, 6, 7]])
         session.run([[8]])

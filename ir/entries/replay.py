@@ -9,7 +9,9 @@ from accel.ir.entries import EntryKind
 if TYPE_CHECKING:
     from torch import Tensor
 
-TAKEN = "taken."  # what the names of a step's outputs begin with that say what its recurrences took in
+TAKEN = (
+    "taken."  # what the names of a step's outputs begin with that say what its recurrences took in
+)
 
 
 def taken_of(state: str, operand: str) -> str:

@@ -58,7 +58,11 @@ class Replay(Pass):
                     value = inputs.new(name, batch, width, *shape, dtype=value.meta["val"].dtype)
                 operands[argument.name] = value
             given.append(operands)
-        editor, after, known = Editor(program, graph), dict[str, fx.Node](), dict[fx.Node, fx.Node]()
+        editor, after, known = (
+            Editor(program, graph),
+            dict[str, fx.Node](),
+            dict[fx.Node, fx.Node](),
+        )
         for node, operands in zip(sites, given, strict=True):
             args = [
                 value
@@ -90,5 +94,5 @@ def _copied(editor: Editor, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.
         else:
             args = fx.map_arg(node.args, lambda n: _copied(editor, n, known))
             kwargs = fx.map_arg(node.kwargs, lambda n: _copied(editor, n, known))
-            known[node] = editor.call(node.target, *args, like=node, **kwargs)  # type: ignore[arg-type, misc]
+            known[node] = editor.call(node.target, *args, like=node, **kwargs)  # type: ignore[arg-type]
     return known[node]

@@ -1,5 +1,5 @@
-"""What a rejected draft costs a model with recurrent state: a round that checks a draft of which some tokens stand, where
-the recurrences alone are replayed, and where the tokens that stood run again.
+"""What a rejected draft costs a model with recurrent state: a round that checks a draft of which some tokens stand,
+where the recurrences alone are replayed, and where the tokens that stood run again.
 
     python tools/bench/bench_rewind.py [--drafted 4] [--rounds 9] [--layers 12] [--hidden 768] [--weights int4]
 

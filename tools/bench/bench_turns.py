@@ -166,7 +166,13 @@ def main(
         f"{1e3 * told['snapshot_seconds'] / max(1, told['snapshots']):.2f} ms"
     )
     head(
-        "turn", ">prompt tokens", ">run", ">run, reused", ">first token, ms", ">reused, ms", ">ratio"
+        "turn",
+        ">prompt tokens",
+        ">run",
+        ">run, reused",
+        ">first token, ms",
+        ">reused, ms",
+        ">ratio",
     )
     plain, shared = found.values()
     for i in range(turns):

@@ -46,7 +46,11 @@ Make = Callable[..., Model]
 def types() -> list[str]:
     """The model types whose layers carry recurrent state, by the coverage table."""
     lines = (line.split("|") for line in COVERAGE.read_text(encoding="utf-8").splitlines())
-    return [c[1].strip() for c in lines if len(c) > 5 and "recurrent" in c[4] and c[2].strip() == "right"]
+    return [
+        c[1].strip()
+        for c in lines
+        if len(c) > 5 and "recurrent" in c[4] and c[2].strip() == "right"
+    ]
 
 
 def params(**asked: Any) -> accel.SamplingParams:
@@ -103,7 +107,13 @@ def on_the_server(make: Make) -> str:
 
 
 def told(right: bool, reused: int, whole: int) -> str:
-    return "wrong" if not right else "right" if reused > whole - BLOCK else f"reuses {reused} of {whole}"
+    return (
+        "wrong"
+        if not right
+        else "right"
+        if reused > whole - BLOCK
+        else f"reuses {reused} of {whole}"
+    )
 
 
 def saved(make: Make) -> str:
@@ -197,7 +207,10 @@ def maker(model_type: str, target: str, folder: str) -> Make:
     def make(recipe: str) -> Model:
         if recipe not in made:
             if recipe == "draft-model":
-                named: Any = {"draft": {"use": "model", "path": draft()}, "verify": {"use": "sample-match"}}
+                named: Any = {
+                    "draft": {"use": "model", "path": draft()},
+                    "verify": {"use": "sample-match"},
+                }
             else:
                 named = recipe
             made[recipe] = accel.optimize(module, named, target=target, **SIZES)
@@ -242,10 +255,11 @@ def page(rows: Mapping[str, list[str]]) -> str:
     lines = [
         "# Hybrids: what goes back, and what is shared",
         "",
-        "Every causal type of transformers whose layers carry recurrent state, small and of random weights, in each way "
-        "that needs state to go back or to be shared. Right: the logits of recomputing to 1e-3 of the largest, or the tokens of "
-        "plain decoding, greedy and seeded, of two rows of other lengths. Made by `python tools/matrix/hybrids.py --write` "
-        f"with transformers {transformers.__version__}. How it works: [recurrent state](../../internals/recurrent.md).",
+        "Every causal type of transformers whose layers carry recurrent state, small and of random weights, in each "
+        "way that needs state to go back or to be shared. Right: the logits of recomputing to 1e-3 of the largest, or "
+        "the tokens of plain decoding, greedy and seeded, of two rows of other lengths. Made by "
+        f"`python tools/matrix/hybrids.py --write` with transformers {transformers.__version__}. How it works: "
+        "[recurrent state](../../internals/recurrent.md).",
         "",
         f"| type | {' | '.join(WAYS)} |",
         f"|---|{'---|' * len(WAYS)}",

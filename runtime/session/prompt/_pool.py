@@ -132,7 +132,9 @@ class Pool:
             for count in range(len(blocks), -1, -1):
                 here = self._behind.get(blocks[count - 1] if count else root, ())
                 rest = _bytes(tokens[count * self.block : (count + 1) * self.block])
-                if found := max((k for k in here if rest.startswith(k[1])), key=_size, default=None):
+                if found := max(
+                    (k for k in here if rest.startswith(k[1])), key=_size, default=None
+                ):
                     self._snapshots.move_to_end(found)
                     return count, self._snapshots[found]
         return None

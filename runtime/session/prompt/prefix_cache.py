@@ -27,7 +27,6 @@ from accel.runtime.session.observers.observer import (
 from accel.runtime.session.prompt._pool import ROOT, Arrays, Pool, Snapshot
 from accel.runtime.token_log import Log
 
-
 EVERY = 1024  # tokens from one snapshot of recurrent state to the next
 MOST = 8  # snapshots that a row has before its tokens are filed
 _NONE: Mapping[int, Snapshot] = MappingProxyType({})
@@ -269,9 +268,7 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
                 break  # the pool is full
             start = count * size
             parts = {
-                n: _slots(
-                    pool, self._rows[row], buffers[self.pool.state_names[n]][row], start, end
-                )
+                n: _slots(pool, self._rows[row], buffers[self.pool.state_names[n]][row], start, end)
                 for n, pool in self.pool.arrays.items()
             }
             snapshot = Snapshot(self.log.ids[row, start:end].copy(), parts, state)
@@ -334,7 +331,9 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
             new[self.pool.state_names[name]] = np.zeros(shape, pool.dtype)
             for row in np.flatnonzero(own).tolist():
                 if row in snapshots:
-                    new[self.pool.state_names[name]][row, :, : own[row]] = snapshots[row].parts[name]
+                    new[self.pool.state_names[name]][row, :, : own[row]] = snapshots[row].parts[
+                        name
+                    ]
                     continue
                 assert old is not None
                 mine = _slots(pool, self._rows[row], old[row], int(base[row]), int(lengths[row]))

@@ -213,7 +213,9 @@ def test_turns_on_the_server_run_what_is_new(built):
     rng = np.random.default_rng(4)
     texts = rng.integers(3, 101, (2, 23)).tolist()
     for turn in range(3):
-        params = [SamplingParams(max_tokens=6, ignore_eos=True, temperature=t, seed=7) for t in (0, 1)]
+        params = [
+            SamplingParams(max_tokens=6, ignore_eos=True, temperature=t, seed=7) for t in (0, 1)
+        ]
         with Engine(model) as engine:
             pairs = zip(texts, params, strict=True)
             tickets = [engine.submit(Request(np.array(text), one)) for text, one in pairs]
