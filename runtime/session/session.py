@@ -151,7 +151,8 @@ class Session:
     def stats(self) -> dict[str, float]:
         """`calls`: graph calls; `tokens`: tokens run, without padding; `reused`: tokens that `kv.reuse` took over;
         `seconds` in the graph; `kv_bytes`: size of the state buffers, without shared blocks; `kv_mapped`: the
-        part of it that lies in mapped files, of which memory holds what is read.
+        part of it that lies in mapped files, of which memory holds what is read. With recurrent state also `snapshots`:
+        how many were taken; `snapshot_seconds` for it; `snapshot_bytes`: of those that are held.
         """
         core = self._core
         found: dict[str, float] = {

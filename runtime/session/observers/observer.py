@@ -23,7 +23,7 @@ class Capabilities:
 
     Attributes:
         free_rewind: a rewind costs nothing; if False, the next call first recomputes some tokens.
-        free_drafts: nor does one into the last call, of a few tokens, as of rejected drafts, where others may.
+        free_drafts: a rewind into the last call, of a few tokens, runs none of them again, as of rejected drafts.
         back: number of newest tokens since the prompt that can always be rewound; None: all.
         width: most tokens per call whose logits equal those of single-token calls, up to rounding; None:
             any number, as far as `Session.room` allows.

@@ -242,6 +242,14 @@ def test_what_snapshots_take_is_told(built):
         assert model.pool["snapshot_bytes"] > state
 
 
+def test_a_reply_tells_of_snapshots(built):
+    model, text = built[0], np.random.default_rng(8).integers(3, 101, 20).tolist()
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    told = model.generate([text, text[:9]], sampling_params=params).stats["snapshots"]
+    state = sum(layer.state_bytes for layer in model.facts.layers)
+    assert told["taken"] >= 1 and told["seconds"] > 0 and told["bytes"] % (2 * state) == 0
+
+
 def test_edits_run_the_tokens_behind_them(built):
     model, plain = built
     ids = np.random.default_rng(6).integers(3, 101, 30).tolist()
