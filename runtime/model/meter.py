@@ -53,9 +53,7 @@ class Meter:
             self.reused = reused + int(stats["reused"])
             self.exchanged = exchanged + int(stats.get("exchanged_bytes", 0))
             if "snapshots" in stats:
-                taken, spent = (
-                    stats[n] - begun_with[n] for n in ("snapshots", "snapshot_seconds")
-                )
+                taken, spent = (stats[n] - begun_with[n] for n in ("snapshots", "snapshot_seconds"))
                 self.snapshots = {
                     "taken": copied["taken"] + taken,
                     "seconds": copied["seconds"] + spent,

@@ -265,6 +265,8 @@ def page(rows: Mapping[str, list[str]]) -> str:
         f"|---|{'---|' * len(WAYS)}",
         *(f"| {name} | {' | '.join(rows[name])} |" for name in sorted(rows)),
     ]
+    if left := [name for name in types() if name not in rows]:
+        lines += ["", f"Without a result: {', '.join(left)}."]
     return "\n".join(lines) + "\n"
 
 
