@@ -241,8 +241,9 @@ class SessionCore:
             if (left := one.admit(self.backend, ids, counts, before)) is not None:
                 columns = np.arange(int(left[2].max()))
                 positions = np.where(columns < left[2][:, None], before[:, None] + columns, -1)
-                for other in of_kind([o for o in self.observers if o is not one], CallWatcher):
-                    other.after(ids[:, : columns.size], positions, _NOTHING)
+                for other in self.watchers:
+                    if id(other) != id(one):
+                        other.after(ids[:, : columns.size], positions, _NOTHING)
                 ids, counts, found = left
                 self.lengths, self.room = before + found, []
         return ids, counts
