@@ -10,11 +10,13 @@ import numpy as np
 
 from accel.ir.program import Program
 from accel.ir.spec import verify
+from accel.ir.state import Part
 from accel.passes.kv._shared.paged import Paged
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.session.prompt._pool import Pool
 from accel.runtime.session.prompt.prefix_cache import PrefixCache, pool_of
 from accel.runtime.session.session import Session
+from accel.runtime.session.state.recurrent_history import RecurrentHistory
 
 from .session_case import session_of
 
@@ -45,10 +47,13 @@ class Shared:
     def session(self, batch: int = 1, wrap: Any = None) -> Session:
         backend: Any = EagerBackend(self.program).open_session(batch)
         facts = self.program.facts
+        recurrent = {v.name: v.fill for v in self.program.state if v.part is Part.RECURRENT}
+        observers: list[Any] = [RecurrentHistory(batch)] if recurrent else []
+        observers.append(PrefixCache(self.pool, batch, recurrent))
         return Session(
             wrap(backend) if wrap else backend,
             batch,
-            [PrefixCache(self.pool, batch)],
+            observers,
             vocab_size=facts.vocab_size,
             max_context=facts.max_context,
         )

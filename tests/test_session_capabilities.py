@@ -101,8 +101,8 @@ CASES = {  # recipe, or architecture -> tables, and what is expected
         ANY,
     ),
     "cp-ring": ({"prefill.ranks": {"use": "cp-ring", "least": 8}}, ANY),
-    "mamba": ({}, can(free_rewind=False)),
-    "falcon_h1": (evicts("snapkv", AT_PROMPT), can(free_rewind=False)),
+    "mamba": ({}, can(free_rewind=False, free_drafts=False)),
+    "falcon_h1": (evicts("snapkv", AT_PROMPT), can(free_rewind=False, free_drafts=False)),
 }
 
 

@@ -15,6 +15,7 @@ from accel.ir.recipe import Recipe
 from accel.passes import Pass, Rewriting
 from accel.passes.kv.codec._default import IfCached
 from accel.passes.kv.compress import Compress
+from accel.passes.state.replay import Replay
 from accel.passes.state.trees import Trees
 from accel.passes.window._default import Windows
 
@@ -264,6 +265,8 @@ def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:
             found[:0] = methods[axis].steps()  # before slots are encoded
     if any(Invariant.CHAINS in method.breaks for method in methods.values()):
         found.append(Trees())
+    if "loop" in methods and Invariant.REWIND in methods["loop"].relies:
+        found.append(Replay())
     if named := [axis for axis in methods if axis in EVICTION]:
         if "kv.score" not in methods:
             raise RecipeError(

@@ -129,10 +129,16 @@ def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -
             else:
                 fixed += count
     text = f"{size(sum(state_bytes(state).values()))} per token"
-    recurrent = any(value["role"] == Part.RECURRENT for value in state)
+    snapshot = sum(
+        math.prod(d for d in value["shape"] if not isinstance(d, str))
+        * np.dtype(value["dtype"]).itemsize
+        for value in state
+        if value["role"] == Part.RECURRENT
+    )
     more = f", {size(kept)} per kept token" if kept else ""
     more += f", {size(fixed)} per row, independent of length" if fixed else ""
-    return text + more + (" (rewinding recomputes some tokens)" if recurrent else "")
+    back = f" (rewinding recomputes some tokens from snapshots of {size(snapshot)})"
+    return text + more + (back if snapshot else "")
 
 
 def weights_text(weights: Mapping[str, Any], size: Callable[[int], str]) -> list[tuple[str, str]]:

@@ -130,14 +130,20 @@ def parts_of(tokens: int, most: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def row_parts(counts: Ints, most: int) -> Iterator[tuple[Ints, Ints]]:
+def row_parts(counts: Ints, most: int, stops: Ints | None = None) -> Iterator[tuple[Ints, Ints]]:
     """The columns of rows of `counts` [B] tokens, from [B] and to [B], in each graph call: of each row those that it
-    takes alone, so that its tokens lie in the same calls in any batch. A row has none behind its last.
+    takes alone, so that its tokens lie in the same calls in any batch. A row has none behind its last. `stops` [B]: the
+    column where a call ends in any case; 0: none.
     """
     if int(counts.max()) <= most:
         each = [[(0, int(n))] for n in counts]
     else:
         each = [list(parts_of(int(n), most)) for n in counts]
+    ends = np.zeros_like(counts) if stops is None else stops
+    for row in np.flatnonzero(ends).tolist():
+        stop, count = int(ends[row]), int(counts[row])
+        rest = [(stop + start, stop + end) for start, end in parts_of(count - stop, most)]
+        each[row] = [*parts_of(stop, most), *rest]
     for i in range(max(map(len, each)) if counts.any() else 0):
         spans = [
             parts[i] if i < len(parts) else (n, n)

@@ -354,6 +354,6 @@ class _Rounds(Rounds):
         if self._guard is None:
             return
         taken = [len(columns) for columns in kept_columns.values()]
-        again = max(taken) if back and not self._session.capabilities.free_rewind else 0
+        again = max(taken) if back and not self._session.capabilities.free_drafts else 0
         given = sum(taken) / len(taken), self._drafts, again, drafting, seconds
         self._guard.observe(*given, self._most, self._computed)

@@ -25,6 +25,7 @@ class Meter:
         self.reused = 0
         self.exchanged = 0
         self.kv_bytes = 0
+        self.snapshots: dict[str, float] | None = None
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
         self._decoded = 0  # tokens that came after a group's first
@@ -37,6 +38,8 @@ class Meter:
         """
         first, before, reused = True, self.calls, self.reused
         exchanged = self.exchanged - int(session.stats.get("exchanged_bytes", 0))
+        copied = self.snapshots or dict.fromkeys(("taken", "seconds", "bytes"), 0.0)
+        begun_with = session.stats
         if held := int(session.lengths.sum()):  # of an earlier turn
             earlier = session.stats
             before, reused = before - int(earlier["calls"]), reused + held - int(earlier["reused"])
@@ -49,6 +52,13 @@ class Meter:
             self.calls = before + int(stats["calls"])
             self.reused = reused + int(stats["reused"])
             self.exchanged = exchanged + int(stats.get("exchanged_bytes", 0))
+            if "snapshots" in stats:
+                taken, spent = (stats[n] - begun_with[n] for n in ("snapshots", "snapshot_seconds"))
+                self.snapshots = {
+                    "taken": copied["taken"] + taken,
+                    "seconds": copied["seconds"] + spent,
+                    "bytes": max(copied["bytes"], stats["snapshot_bytes"]),
+                }
             self.kv_bytes = max(self.kv_bytes, session.kv_most + rows[0].draft_kv_bytes)
             self.prefill_seconds += begun - start
             self.decode_seconds += end - begun
@@ -72,6 +82,7 @@ class Meter:
             "tokens_per_call": tokens / self.calls if self.calls else 0.0,
             "tokens_per_second": self._decoded / self.decode_seconds if self._decoded else 0.0,
             "kv_bytes": self.kv_bytes,
+            "snapshots": self.snapshots,
             "peak_memory": peak_memory(),
             "kernels": self.tuning.kernels if self.tuning else None,
             "costs": self.costs.ratios if self.costs else None,

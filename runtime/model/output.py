@@ -27,6 +27,8 @@ class Output:
               token of each group;
             - `kv_bytes`: state of the largest group, in bytes, with that of sessions that draft;
               `peak_memory`: of the process, in bytes;
+            - `snapshots`: of recurrent state, how many were `taken`, in how many `seconds`, and the `bytes` of those
+              that the largest group holds; None if the model has none;
             - `kernels`: the kernel variant; `costs`: cost of a call of T tokens relative to one
               token, None if not measured on this machine;
             - `speculation`: None if the loop does not draft; else `drafted` and `accepted` tokens,

@@ -239,6 +239,11 @@ class SessionCore:
         before = self.lengths
         for one in self.runners:
             if (left := one.admit(self.backend, ids, counts, before)) is not None:
+                columns = np.arange(int(left[2].max()))
+                positions = np.where(columns < left[2][:, None], before[:, None] + columns, -1)
+                for other in self.watchers:
+                    if id(other) != id(one):
+                        other.after(ids[:, : columns.size], positions, _NOTHING)
                 ids, counts, found = left
                 self.lengths, self.room = before + found, []
         return ids, counts
@@ -341,6 +346,8 @@ class SessionCore:
 
     def leave(self, rows: Ints) -> Ints:
         """See Session.leave."""
+        for one in self.observers:
+            one.leaving(self.backend, rows, self.lengths)
         staying = np.setdiff1d(np.arange(self.batch), rows)
         count = staying.size
         order = np.arange(count)
@@ -420,6 +427,9 @@ class SessionCore:
         backend = self.backend
         for one in self.watchers:
             if again := one.catch_up(backend, self.lengths):
+                for other in self.runners:
+                    if other.reopen(backend, again[2]):
+                        self.room = []
                 self._chunks(*again, True, (one,))
 
     def step(
@@ -540,9 +550,12 @@ class SessionCore:
         for one in self.runners:
             if (found := one.run(self, ids, counts, last_only, prompt)) is not None:
                 return found
-        if counts is None and ids.shape[1] <= CHUNK:
+        width = ids.shape[1]
+        if counts is None and width == 1:
             return self._whole(ids, last_only)
-        full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
+        full = np.full(self.batch, width, np.int64) if counts is None else counts
+        if counts is None and width <= CHUNK and self._stops(self.lengths, full) is None:
+            return self._whole(ids, last_only)
         return self._chunks(ids, full, self.lengths, last_only, self._hearing)
 
     def _checked(self, controls: Mapping[str, Any]) -> dict[str, Any]:
@@ -554,6 +567,11 @@ class SessionCore:
             check_names("control of a call", [name], declared)
             raise InputError(declared[name])
         return found
+
+    def _stops(self, first: Ints, counts: Ints) -> Ints | None:
+        """See `PromptRunner.stops`: the first observer's that has any."""
+        found = (one.stops(first, counts) for one in self.runners)
+        return next((stops for stops in found if stops is not None), None)
 
     def _whole(self, ids: Ints, last_only: bool) -> Logits:
         """One graph call without padding."""
@@ -582,7 +600,7 @@ class SessionCore:
         gone = np.zeros_like(counts)
         if self._stays:  # buffers grow once, not with each part
             self.need([int((first - self.base + counts).max())])
-        for start, end in row_parts(counts, CHUNK):
+        for start, end in row_parts(counts, CHUNK, self._stops(first, counts)):
             left = end - start
             columns = np.arange(int(left.max()))
             places = np.minimum(start[:, None] + columns, ids.shape[1] - 1)
@@ -620,7 +638,7 @@ class SessionCore:
             if done is None:
                 continue
             self.room = []
-            for other in self.watchers:
+            for other in () if done.moved else self.watchers:
                 other.pin(backend)
             if done.calls:
                 self.count(done.calls, 0, start)

@@ -19,11 +19,11 @@ from accel.runtime.session.extra import check_names
 from accel.runtime.session.flat import pays
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.modes.canvas import CanvasState
-from accel.runtime.session.modes.edits import Edits
 from accel.runtime.session.modes.encoder_input import EncoderInput
 from accel.runtime.session.observers.observer import (
     CallWatcher,
     Capabilities,
+    Editable,
     Marked,
     SessionObserver,
 )
@@ -151,7 +151,8 @@ class Session:
     def stats(self) -> dict[str, float]:
         """`calls`: graph calls; `tokens`: tokens run, without padding; `reused`: tokens that `kv.reuse` took over;
         `seconds` in the graph; `kv_bytes`: size of the state buffers, without shared blocks; `kv_mapped`: the
-        part of it that lies in mapped files, of which memory holds what is read.
+        part of it that lies in mapped files, of which memory holds what is read. With recurrent state also `snapshots`:
+        how many were taken; `snapshot_seconds` for it; `snapshot_bytes`: of those that are held.
         """
         core = self._core
         found: dict[str, float] = {
@@ -357,18 +358,21 @@ class Session:
 
     def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
         """Replace the tokens `start` .. `stop` - 1 of a row by `tokens` [n], and return the logits [B,1,V]
-        after the row's last token (0 for other rows). Needs a model built with `kv.reuse = pie`.
+        after the row's last token (0 for other rows). Needs a model built with `kv.reuse = pie`, or one with recurrent
+        state.
 
-        The new tokens attend to the tokens before them. Tokens after them keep their values, and their keys are
-        rotated to the new positions; only the last token is recomputed. So an edit at the end is exact, other edits
-        are approximate ("Let the Code LLM Edit Itself"). Raises InputError; if an edit fails, the session is unchanged.
+        With `pie` the new tokens attend to the tokens before them. Tokens after them keep their values, and their keys
+        are rotated to the new positions; only the last token is recomputed. So an edit at the end is exact, other edits
+        are approximate ("Let the Code LLM Edit Itself"). With recurrent state all tokens from the edit on run again,
+        and it is exact. Raises InputError; if an edit fails, the session is unchanged.
         """
         core = self._open()
-        if (edits := self.observer(Edits)) is None:
+        editable = next((one for one in core.observers if isinstance(one, Editable)), None)
+        if editable is None:
             raise InputError(
                 "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
             )
-        return edits.edit(core, start, stop, tokens, row)
+        return editable.edit(core, start, stop, tokens, row)
 
     def write(self, tokens: Any, start: Any, lengths: Any = None, rows: Any = None) -> Logits:
         """Overwrite or append tokens [B,T] from position `start` on, and return the logits [B,N,V] of

@@ -91,6 +91,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": HIDDEN // HEADS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2},
     "nemotron": {"num_key_value_heads": GROUPS},
     "reformer": {"axial_pos_shape": [8, 32], "axial_pos_embds_dim": [24, 40]},

@@ -11,14 +11,19 @@ from accel.ir.ops.attention import operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.program import Program
-from accel.ir.state import POSITIONS
+from accel.ir.state import POSITIONS, Part
 
 
 def check_by_token(
-    program: Program, sites: Sequence[fx.Node], why: str, what: str = "kv.reuse"
+    program: Program,
+    sites: Sequence[fx.Node],
+    why: str,
+    what: str = "kv.reuse",
+    recurrent: bool = False,
 ) -> None:
     """Raise PassError where the model keeps more of its tokens than the caches that attention at `sites` reads, or
     positions act on scores beside. `why`: what a method cannot do with other state; `what` is to be left out then.
+    `recurrent`: it can with recurrent state.
     """
     for node in sites:
         if operands_of(node).bias is not None:
@@ -27,12 +32,14 @@ def check_by_token(
                 f"leave {what} out for this model"
             )
     known = {POSITIONS, *(name for node in sites for name in _caches(node))}
+    if recurrent:
+        known |= {s.name for s in program.state if s.part is Part.RECURRENT}
     if other := [s.name for s in program.state if s.name not in known]:
         raise PassError(
             f"'{other[0]}' is state other than a per-token cache of keys and values, {why}; leave "
             f"{what} out for this model"
         )
-    if not sites:
+    if not sites and not program.state:
         raise PassError(f"no layer of this model has a key cache; leave {what} out for it")
 
 

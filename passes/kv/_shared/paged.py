@@ -27,7 +27,8 @@ class Paged(Pass):
     """attention over `kv.<layer>` -> attention over blocks of `pool.<layer>.k/v [Z,G,E,D]` and `kv.<layer>`.
 
     `table [B,M]` says which blocks are a row's: the m-th holds the tokens m·E to m·E + E-1; -1: none. The
-    session fills pool and table between calls (`runtime.kv.reuse`), and the step only reads them.
+    session fills pool and table between calls (`runtime.kv.reuse`), and the step only reads them. Recurrent state is
+    left as it is: the session puts snapshots of it in its place.
     """
 
     block: int = 16
@@ -44,7 +45,11 @@ class Paged(Pass):
                 "this decoder's keys and values also depend on the encoder input, which kv.reuse "
                 "does not compare; leave it out for this model"
             )
-        check_by_token(program, nodes, "so another session cannot continue from the middle of it")
+        recurrences = sum(s.part is Part.RECURRENT for s in program.state)
+        why = "so another session cannot continue from the middle of it"
+        check_by_token(program, nodes, why, recurrent=True)
+        if not nodes:
+            return Report(changed=recurrences)
         editor = Editor(program, program.step.graph)
         batch = program.step.input("tokens").meta["val"].shape[0]
         letters = {"B": batch, "M": editor.symbol("M", _BLOCKS), "Z": editor.symbol("Z", _POOL)}
@@ -68,7 +73,7 @@ class Paged(Pass):
                 }
             kept = {"kept_k": read[held[0]], "kept_v": read[held[1]], "kept_pos": where[groups]}
             node.kwargs = {**node.kwargs, **kept}
-        return Report(changed=len(nodes))
+        return Report(changed=len(nodes) + recurrences)
 
     def _pool(
         self, program: Program, editor: Editor, old: fx.Node, letters: dict[str, object]

@@ -16,11 +16,13 @@ from accel.runtime.kv.reuse import Base
 @dataclass(frozen=True)
 class PagedPrefix(Base):
     """`block`: tokens per block. `blocks`: size of the block pool that all sessions of a model share; memory
-    is allocated on first use.
+    is allocated on first use. `state_mb`: megabytes of snapshots of recurrent state, which a model with such state
+    goes on from.
     """
 
     block: int = option(16, least=1, most=1024)
     blocks: int = option(2048, least=1, most=1 << 16)
+    state_mb: int = option(256, least=1, most=1 << 20)
 
     relies = Base.relies - {Invariant.HOST_MEMORY} | {
         Invariant.ALL_LAYERS_RUN,

@@ -23,6 +23,7 @@ class Capabilities:
 
     Attributes:
         free_rewind: a rewind costs nothing; if False, the next call first recomputes some tokens.
+        free_drafts: a rewind into the last call, of a few tokens, runs none of them again, as of rejected drafts.
         back: number of newest tokens since the prompt that can always be rewound; None: all.
         width: most tokens per call whose logits equal those of single-token calls, up to rounding; None:
             any number, as far as `Session.room` allows.
@@ -32,6 +33,7 @@ class Capabilities:
     """
 
     free_rewind: bool = True
+    free_drafts: bool = True
     back: int | None = None
     width: int | None = None
     trees: bool = True
@@ -42,6 +44,7 @@ class Capabilities:
         """What both have."""
         return Capabilities(
             self.free_rewind and other.free_rewind,
+            self.free_drafts and other.free_drafts,
             _least(self.back, other.back),
             _least(self.width, other.width),
             self.trees and other.trees,
@@ -147,6 +150,9 @@ class Calls(Protocol):
     def run(self, tokens: Any, lengths: Any, last_only: bool) -> Logits:
         """See `Session.run`."""
 
+    def rewind(self, new_lengths: Ints) -> None:
+        """Let rows hold no more than `new_lengths` [B] tokens. Raises InputError."""
+
     def set_length(self, row: int, length: int) -> None:
         """Let a row hold so many tokens, whose slots the caller has written."""
 
@@ -154,11 +160,12 @@ class Calls(Protocol):
 @dataclass(frozen=True, eq=False)
 class Settled:
     """What was due is done, and the buffers are new. calls: the graph calls that it took. lengths: what rows hold then,
-    at positions from 0 on; None: the same tokens.
+    at positions from 0 on; None: the same tokens. moved: what was held lies elsewhere, and is as it was.
     """
 
     calls: int
     lengths: Ints | None = None
+    moved: bool = False
 
 
 class SessionObserver:
@@ -228,6 +235,9 @@ class SessionObserver:
         """
         vars(self).update(restored(self, numbers))
 
+    def leaving(self, backend: BackendSession, rows: Ints, lengths: Ints) -> None:
+        """These rows [n] end, of a session whose rows hold `lengths` [B] tokens, all of which are still there."""
+
     def close(self, backend: BackendSession, lengths: Ints) -> None:
         """The session ends; the backend session is still open."""
 
@@ -277,7 +287,9 @@ class CallWatcher:
         return ()
 
     def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
-        """A step ran: tokens, positions [B,T] (-1: padding), and the extra outputs [B,T,…] that someone asked for."""
+        """A step ran: tokens, positions [B,T] (-1: padding), and the extra outputs [B,T,…] that someone asked for. Or
+        rows hold these tokens without one, by another observer.
+        """
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Some layers ran a part of a prompt: their queries [B,T,H,D], at these positions [B,T] (-1: padding)."""
@@ -302,7 +314,18 @@ class PromptRunner:
         self, backend: BackendSession, tokens: Ints, counts: Ints | None, lengths: Ints
     ) -> tuple[Ints, Ints | None, Ints] | None:
         """Of tokens [B,T] whose last logits are asked for, `counts` of them real (None: all): what is left to
-        run, how many are real, how many each row holds without; the buffers are then new. None: all are run.
+        run, how many are real, how many each row holds without; the buffers are then new, and recurrent state is as
+        behind those. None: all are run.
+        """
+        return None
+
+    def reopen(self, backend: BackendSession, first: Ints) -> bool:
+        """Tokens from `first` [B] on run again, into slots of the rows' own. Whether the buffers are new."""
+        return False
+
+    def stops(self, first: Ints, counts: Ints) -> Ints | None:
+        """Of `counts` [B] tokens that come after `first` [B], behind how many a graph call is to end, less than all;
+        0: as it may.
         """
         return None
 
@@ -339,3 +362,11 @@ class Marked(Protocol):
 
     def mark(self, units: Any, question: Any, lengths: Any) -> bool:
         """See `Session.mark`. Whether it was noted."""
+
+
+@runtime_checkable
+class Editable(Protocol):
+    """Lets tokens of a row become others."""
+
+    def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits:
+        """See `Session.edit`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -23,8 +24,12 @@ from accel.runtime.session.observers.observer import (
     SessionObserver,
     Settled,
 )
-from accel.runtime.session.prompt._pool import ROOT, Arrays, Pool
+from accel.runtime.session.prompt._pool import ROOT, Arrays, Pool, Snapshot
 from accel.runtime.token_log import Log
+
+EVERY = 1024  # tokens from one snapshot of recurrent state to the next
+MOST = 8  # snapshots that a row has before its tokens are filed
+_NONE: Mapping[int, Snapshot] = MappingProxyType({})
 
 
 class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
@@ -32,19 +37,35 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
 
     Blocks are full and nobody writes them: a row that is rewound into one takes the tokens before into
     its slots. `reused`: tokens that were not run again.
+
+    Recurrent state is that of one number of tokens only. So snapshots of it are left in the pool, where prompts and
+    rows end, every EVERY tokens, and where a prompt parts from what is known: other prompts may part there, too. A row
+    begins behind the last snapshot in what is known of its prompt.
     """
 
     base: Annotated[Ints, ByRow(saved=False)]
     log: Annotated[Log, ByRow(name="")]
     _roots: Annotated[list[int], ByRow()]
+    _parting: Annotated[
+        Ints, ByRow(saved=False)
+    ]  # tokens behind which a snapshot is to be taken; 0: none
+    _behind: Annotated[
+        Ints, ByRow(saved=False)
+    ]  # tokens behind which the recurrent state was as a call ended
+    _last: Annotated[Ints, ByRow(saved=False)]  # tokens behind the last snapshot
+    _states: Annotated[list[dict[int, Arrays]], ByRow()]  # not yet in the pool, by tokens
 
     order = 40
 
-    def __init__(self, pool: Pool, batch: int):
+    def __init__(self, pool: Pool, batch: int, recurrent: Mapping[str, float] | None = None):
+        """`recurrent`: state values that each call replaces, and what empty ones are filled with."""
         self.pool = pool
         self.base = np.zeros(batch, np.int64)
         self.log = Log(batch)
         self.reused = 0
+        self._recurrent = dict(recurrent or {})
+        self._parting, self._behind, self._last = np.zeros((3, batch), np.int64)
+        self._states = [{} for _ in range(batch)]
         self._roots = [ROOT] * batch
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         weakref.finalize(
@@ -57,7 +78,8 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         pool = pool_of(model.tables, model.state, model.pool)
         if pool is None:
             return None
-        return ObserverFactory(lambda batch: cls(pool, batch), shared=lambda: pool.stats)
+        values = {v.name: v.fill for v in model.state if v.part is Part.RECURRENT}
+        return ObserverFactory(lambda batch: cls(pool, batch, values), shared=lambda: pool.stats)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -70,7 +92,7 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
 
     def copy(self) -> Self:
         """Of a fork: it uses the same blocks."""
-        other = type(self)(self.pool, len(self._rows))
+        other = type(self)(self.pool, len(self._rows), self._recurrent)
         for mine, theirs in zip(self._rows, other._rows, strict=True):
             self.pool.share(mine)
             theirs.extend(mine)
@@ -91,24 +113,29 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         self._rows.extend(list(blocks) for blocks in other._rows)
         other._rows.clear()
         super().join(backend, other)
-        if self.base.any():
-            backend.put({**self.pool.arrays, name_of(Part.TABLE): _table(self._rows)})
+        self._put_table(backend)
 
     def admit(
         self, backend: BackendSession, tokens: Ints, counts: Ints | None, lengths: Ints
     ) -> tuple[Ints, Ints | None, Ints] | None:
-        """See SessionObserver. What need not run are full blocks that are known, of rows that held nothing; the last
-        token is always left.
+        """See SessionObserver. What need not run are full blocks that are known, of rows that held nothing, or what is
+        before a snapshot; the last token is always left.
         """
-        found = np.zeros_like(lengths)
+        found, snapshots = np.zeros_like(lengths), dict[int, Snapshot]()
         counts = np.full(len(tokens), tokens.shape[1]) if counts is None else counts
         blocks = [list(row) for row in self._rows]
         for row in np.flatnonzero((lengths == 0) & (counts > 1)).tolist():
-            blocks[row] = self.pool.find(tokens[row, : counts[row] - 1], self._roots[row])
-            found[row] = len(blocks[row]) * self.pool.block
+            asked = tokens[row, : counts[row] - 1]
+            blocks[row] = self.pool.find(asked, self._roots[row])
+            if self._recurrent:
+                found[row] = self._latest(row, asked, blocks[row], snapshots)
+            else:
+                found[row] = len(blocks[row]) * self.pool.block
         if not found.any():
             return None
-        self._lay(backend, blocks, lengths)
+        self._lay(backend, blocks, lengths + found, snapshots)
+        self._behind = np.where(found > 0, found, self._behind)
+        self._last = np.where(found > 0, found, self._last)
         columns = np.arange(int(found.max()))
         self.log.note(tokens[:, : columns.size], np.where(columns < found[:, None], columns, -1))
         self.reused += int(found.sum())
@@ -120,20 +147,39 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         """See SessionObserver."""
         self.log.note(tokens, positions)
 
+    def stops(self, first: Ints, counts: Ints) -> Ints | None:
+        """See PromptRunner. Where prompts part from what is known."""
+        if not self._parting.any():
+            return None
+        stops = self._parting - first
+        stops[(stops < 0) | (stops >= counts)] = 0
+        return stops if stops.any() else None
+
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """When a prompt is whole, leave full blocks in the pool, as far as it has room."""
-        if moment != "prompt" or (blocks := self._filed(backend, lengths)) == self._rows:
+        if self._recurrent:
+            due = (lengths == self._parting) | (lengths - self._last >= EVERY)
+            self._behind = lengths.copy()
+            self._take(backend, np.flatnonzero(due | (moment == "prompt")), lengths)
+        if moment != "prompt":
+            return None
+        if (blocks := self._filed(backend, lengths, np.arange(lengths.size))) == self._rows:
             return None
         self._lay(backend, blocks, lengths)
-        return Settled(0)
+        return Settled(0, moved=True)
 
     def undo(self, backend: BackendSession, lengths: Ints) -> bool:
         """See SessionObserver."""
-        return self._cut(backend, lengths)
+        self._behind = np.full_like(lengths, -1)
+        return self._back(backend, lengths)
 
     def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver."""
-        return self._cut(backend, new_lengths)
+        return self._back(backend, new_lengths)
+
+    def reopen(self, backend: BackendSession, first: Ints) -> bool:
+        """See PromptRunner."""
+        return self._cut(backend, first)
 
     def numbers(self, backend: BackendSession) -> Arrays:
         """See SessionObserver. Blocks that several rows use are there once."""
@@ -159,14 +205,48 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
                     )
                 blocks.append(found)
         self.base = np.array([len(row) * size for row in self._rows], np.int64)
-        if self.base.any():
+        self._put_table(backend)
+
+    def _put_table(self, backend: BackendSession) -> None:
+        """Let the step know where the blocks are."""
+        if self.base.any() and self.pool.arrays:
             backend.put({**self.pool.arrays, name_of(Part.TABLE): _table(self._rows)})
 
-    def _filed(self, backend: BackendSession, lengths: Ints) -> list[list[int]]:
-        """The blocks of each row, with those that were filled now; all are in use."""
+    def _latest(
+        self, row: int, tokens: Ints, blocks: list[int], snapshots: dict[int, Snapshot]
+    ) -> int:
+        """Of a row's tokens [n], which begin with these blocks, the last snapshot: behind how many it is. Of `blocks`
+        those before it stay. Where more is known, there is to be one.
+        """
+        size = self.pool.block
+        known, behind, count = len(blocks) * size, 0, 0
+        if found := self.pool.latest(tokens, blocks, self._roots[row]):
+            count, snapshots[row] = found
+            behind = count * size + snapshots[row].tokens.size
+        self.pool.release(blocks[count:])
+        del blocks[count:]
+        self._parting[row] = known if known > behind else 0
+        return behind
+
+    def _take(self, backend: BackendSession, rows: Ints, lengths: Ints) -> None:
+        """Keep the recurrent state of these rows [n], which is as behind `lengths` [B] tokens."""
+        rows = rows[lengths[rows] > 0]
+        if not rows.size:
+            return
+        buffers = backend.buffers()
+        for row in rows.tolist():
+            held = {name: np.array(buffers[name][row]) for name in self._recurrent}
+            states = {**self._states[row], int(lengths[row]): held}
+            self._states[row] = {n: states[n] for n in sorted(states)[-MOST:]}
+        self._last = self._last.copy()
+        self._last[rows] = lengths[rows]
+
+    def _filed(self, backend: BackendSession, lengths: Ints, rows: Ints) -> list[list[int]]:
+        """The blocks of each row, with those of `rows` [n] that were filled now; all are in use."""
         size, buffers = self.pool.block, backend.buffers()
         blocks = [list(row) for row in self._rows]
-        for row, mine in enumerate(blocks):
+        for row in rows.tolist():
+            mine = blocks[row]
             for start in range(int(self.base[row]), int(lengths[row]) - size + 1, size):
                 slots = slice(start - int(self.base[row]), start - int(self.base[row]) + size)
                 parts = {
@@ -177,7 +257,33 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
                 if block is None:
                     break
                 mine.append(block)
+            self._file_states(buffers, row, mine)
         return blocks
+
+    def _file_states(self, buffers: Mapping[str, Any], row: int, blocks: list[int]) -> None:
+        """Leave what was taken of a row's recurrent state in the pool, behind these blocks of its tokens."""
+        size = self.pool.block
+        for end, state in self._states[row].items():
+            if (count := end // size) > len(blocks):
+                break  # the pool is full
+            start = count * size
+            parts = {
+                n: _slots(pool, self._rows[row], buffers[self.pool.state_names[n]][row], start, end)
+                for n, pool in self.pool.arrays.items()
+            }
+            snapshot = Snapshot(self.log.ids[row, start:end].copy(), parts, state)
+            self.pool.keep(blocks[count - 1] if count else self._roots[row], snapshot)
+        self._states[row] = {}
+
+    def _back(self, backend: BackendSession, lengths: Ints) -> bool:
+        """Rows hold no more than `lengths` [B] tokens."""
+        if self._recurrent:
+            self._last = np.minimum(self._last, lengths)
+            self._states = [
+                {n: state for n, state in states.items() if n <= length}
+                for states, length in zip(self._states, lengths, strict=True)
+            ]
+        return self._cut(backend, lengths)
 
     def _cut(self, backend: BackendSession, lengths: Ints) -> bool:
         """Rows go back to `lengths` [B]; whether one of them ends within its blocks."""
@@ -192,25 +298,55 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
 
     def close(self, backend: BackendSession, lengths: Ints) -> None:
         """Leave what is whole to others, and let go of all blocks."""
-        self._rows[:] = self._filed(backend, lengths)
+        self.leaving(backend, np.arange(lengths.size), lengths)
         _release(self.pool, self._rows)
 
-    def _lay(self, backend: BackendSession, blocks: Sequence[list[int]], lengths: Ints) -> None:
-        """Let each row's first tokens lie in these blocks, and those up to its length in slots."""
+    def leaving(self, backend: BackendSession, rows: Ints, lengths: Ints) -> None:
+        """See SessionObserver. What is whole of them is left to others."""
+        if self._recurrent:
+            self._take(backend, rows[self._behind[rows] == lengths[rows]], lengths)
+        self._rows[:] = self._filed(backend, lengths, rows)
+
+    def _lay(
+        self,
+        backend: BackendSession,
+        blocks: Sequence[list[int]],
+        lengths: Ints,
+        snapshots: Mapping[int, Snapshot] = _NONE,
+    ) -> None:
+        """Let each row's first tokens lie in these blocks, and those up to its length in slots; of the rows that have
+        `snapshots` as these say.
+        """
         buffers, size = backend.buffers(), self.pool.block
         base = np.array([len(row) * size for row in blocks], np.int64)
         own = np.maximum(lengths - base, 0)
         columns = np.arange(int(own.max(initial=0)))
-        new: Arrays = {POSITIONS: np.where(columns < own[:, None], base[:, None] + columns, -1)}
+        new: Arrays = {}
+        if self.pool.arrays:
+            new[POSITIONS] = np.where(columns < own[:, None], base[:, None] + columns, -1)
+            new[name_of(Part.TABLE)] = _table(blocks)
         for name, pool in self.pool.arrays.items():
             old = buffers.get(self.pool.state_names[name])
             shape = (len(blocks), pool.shape[1], columns.size, *pool.shape[3:])
             new[self.pool.state_names[name]] = np.zeros(shape, pool.dtype)
             for row in np.flatnonzero(own).tolist():
+                if row in snapshots:
+                    new[self.pool.state_names[name]][row, :, : own[row]] = snapshots[row].parts[
+                        name
+                    ]
+                    continue
                 assert old is not None
                 mine = _slots(pool, self._rows[row], old[row], int(base[row]), int(lengths[row]))
                 new[self.pool.state_names[name]][row, :, : own[row]] = mine
-        backend.put({**self.pool.arrays, **new, name_of(Part.TABLE): _table(blocks)})
+        for name, fill in self._recurrent.items() if snapshots else ():
+            any_state = next(iter(snapshots.values())).state[name]
+            array = np.full((len(blocks), *any_state.shape), fill, any_state.dtype)
+            if name in buffers:
+                array[:] = buffers[name]
+            for row, snapshot in snapshots.items():
+                array[row] = snapshot.state[name]
+            new[name] = array
+        backend.put({**self.pool.arrays, **new})
         for mine, ids in zip(self._rows, blocks, strict=True):
             mine[:] = ids
         self.base = base
@@ -249,7 +385,9 @@ def pool_of(
     taken as it fills.
     """
     parts = [v for v in state if v.pooled]
-    if not parts:
+    recurrent = any(v.part is Part.RECURRENT for v in state)
+    used = tables.get("kv.reuse", {}).get("use")
+    if not parts and not (recurrent and used == "paged-prefix"):
         return None
     method = host_method(tables, "kv.reuse", "paged-prefix")
     try:
@@ -260,4 +398,4 @@ def pool_of(
             "build with fewer"
         ) from error
     own = {v.name: replace(v, region=CacheRegion.RECENT).name for v in parts}
-    return Pool(method.block, arrays, own)
+    return Pool(method.block, arrays, own, method.blocks, method.state_mb << 20)

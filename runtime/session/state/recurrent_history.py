@@ -4,6 +4,7 @@ replay them from.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
@@ -11,11 +12,14 @@ from typing import Annotated, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.entries.replay import REPLAY, TAKEN
 from accel.runtime.backends.protocol import BackendSession
-from accel.runtime.call import Arrays
+from accel.runtime.call import Arrays, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, PerRow, PerSession
+from accel.runtime.session.modes.edits import run_anew
 from accel.runtime.session.observers.observer import (
+    Calls,
     CallWatcher,
     Capabilities,
     ModelParts,
@@ -24,6 +28,7 @@ from accel.runtime.session.observers.observer import (
 )
 from accel.runtime.token_log import Log
 
+WIDEST = 64  # tokens of a call that is noted for `replay`, which drafts do not exceed
 SNAPSHOTS = 8  # copies of the state that are kept
 EVERY = 256  # most single-token calls from one copy to the next
 _NEVER = np.iinfo(np.int64).max
@@ -48,11 +53,25 @@ class _Saved:
         )
 
 
+@dataclass(frozen=True)
+class _Noted:
+    """What the recurrences took in of the last call, whose tokens were at positions [B,T] (-1: padding), by the names
+    of `replay`'s inputs. before: the state from before it.
+    """
+
+    before: _Saved
+    positions: Ints
+    operands: Arrays
+
+
 class RecurrentHistory(SessionObserver, CallWatcher):
     """What a session knows of the tokens behind its recurrent state.
 
     A copy of the state is taken before and after each call of several tokens and every EVERY single
     tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
+
+    Where the model has the entry `replay`, the step also gives what its recurrences took in of a call of a few tokens.
+    A rewind into that call then runs the recurrences alone, and no token again.
     """
 
     _log: Annotated[Log, ByRow(name="")]
@@ -61,19 +80,40 @@ class RecurrentHistory(SessionObserver, CallWatcher):
     _wide: Annotated[bool, PerSession()]  # whether the last call was one of several tokens
 
     order = 10  # a state that went forward has gone, whatever another does after the step
-    capabilities = Capabilities(free_rewind=False, trees=False)
 
-    def __init__(self, batch: int):
+    def __init__(self, batch: int, replays: bool = False):
+        """`replays`: whether the model has that entry."""
+        self._replays = replays
+        self._before: _Saved | None = None  # of the call that comes
+        self._noted: _Noted | None = None
         self._log = Log(batch)
         self._taken = np.zeros(batch, np.int64)
         self._saved: list[_Saved] = []
         self._single, self._wide = 0, False
+        self._copies, self._seconds = 0, 0.0
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """See SessionObserver."""
+        held = {id(saved.state): saved.state for saved in self._saved}
+        arrays = (array for state in held.values() for array in state.values())
+        return {
+            "snapshots": self._copies,
+            "snapshot_seconds": self._seconds,
+            "snapshot_bytes": sum(array.nbytes for array in arrays),
+        }
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Where part of the state only goes forward."""
         recurrent = any(value.role == "recurrent" for value in model.state)
-        return ObserverFactory(cls) if recurrent else None
+        replays = REPLAY.name in model.entries
+        return ObserverFactory(lambda batch: cls(batch, replays)) if recurrent else None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See SessionObserver."""
+        return Capabilities(free_rewind=False, free_drafts=self._replays, trees=False)
 
     def catch_up(self, backend: BackendSession, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
         """Take rows that hold more than `lengths` tokens back to a copy of the state.
@@ -82,6 +122,8 @@ class RecurrentHistory(SessionObserver, CallWatcher):
         [B]; None where there are none.
         """
         if np.array_equal(self._taken, lengths):
+            return None
+        if self._replayed(backend, lengths):
             return None
         for saved in self._saved:
             saved.lengths[saved.lengths > lengths] = _NEVER
@@ -103,15 +145,38 @@ class RecurrentHistory(SessionObserver, CallWatcher):
         places = np.minimum(self._taken[:, None] + columns, self._log.ids.shape[1] - 1)
         return np.take_along_axis(self._log.ids, places, 1), missing, self._taken.copy()
 
+    def _replayed(self, backend: BackendSession, lengths: Ints) -> bool:
+        """Take the state to behind `lengths` [B] tokens, where they end within the last call. Whether they do."""
+        noted, self._noted = self._noted, None
+        if noted is None or (lengths < noted.before.lengths).any() or (lengths > self._taken).any():
+            return False
+        backend.restore(noted.before.now, np.ones(lengths.size, np.bool_))
+        positions = np.where(noted.positions < lengths[:, None], noted.positions, -1)
+        backend.part(REPLAY.name, {"positions": positions, **noted.operands})
+        for saved in self._saved:
+            saved.lengths[saved.lengths > lengths] = _NEVER
+        self._taken = lengths.copy()
+        return True
+
     def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """Copy the state where it is due, before a call of `width` columns."""
+        self._copy(backend, width)
+        self._before, self._noted = None, None
+        if not self._replays or not 1 < width <= WIDEST or not self._saved:
+            return ()
+        if np.array_equal(self._saved[-1].lengths, self._taken):
+            self._before = self._saved[-1]
+        return [n for n in backend.extra if n.startswith(TAKEN)] if self._before else ()
+
+    def _copy(self, backend: BackendSession, width: int) -> None:
+        """Copy the state where it is due."""
         due = width > 1 or self._wide or self._single >= EVERY
         self._wide = width > 1
         self._single = 0 if due else self._single + 1
         known = self._saved and np.array_equal(self._saved[-1].lengths, self._taken)
         if not due or known or not self._taken.any():
-            return ()
-        self._saved.append(_Saved(self._taken.copy(), backend.snapshot()))
+            return
+        self._saved.append(_Saved(self._taken.copy(), self._snapshot(backend)))
         if len(self._saved) > SNAPSHOTS:
             ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
             gaps = {
@@ -120,20 +185,36 @@ class RecurrentHistory(SessionObserver, CallWatcher):
                 if not self._saved[i].pinned
             }
             del self._saved[min(gaps, key=gaps.__getitem__)]
-        return ()
 
     def pin(self, backend: BackendSession) -> None:
         """Nothing before what is held now will be run again: rows go back to here, or to nothing."""
-        self._saved = [_Saved(self._taken.copy(), backend.snapshot(), pinned=True)]
+        self._saved = [_Saved(self._taken.copy(), self._snapshot(backend), pinned=True)]
+        self._before = self._noted = None
+
+    def _snapshot(self, backend: BackendSession) -> Any:
+        """A copy of the state, whose time counts."""
+        start = time.perf_counter()
+        found = backend.snapshot()
+        self._copies += 1
+        self._seconds += time.perf_counter() - start
+        return found
 
     def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """Note what a call [B,T] added to the state; position -1 is padding."""
         self._log.note(tokens, positions)
+        operands = {name: array for name, array in extra.items() if name.startswith(TAKEN)}
+        if self._before is not None and operands:
+            self._noted = _Noted(self._before, positions, operands)
         self._taken += (positions >= 0).sum(1)
+
+    def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits:
+        """See `Session.edit`."""
+        return run_anew(calls, self._log, start, stop, tokens, row)
 
     def select(self, rows: Ints) -> None:
         """See SessionObserver. The copies of the state stay as they are until a row goes back to one."""
         super().select(rows)
+        self._before = self._noted = None
         for saved in self._saved:
             saved.lengths = saved.lengths[rows]
             saved.rows = rows if saved.rows is None else saved.rows[rows]
@@ -144,6 +225,7 @@ class RecurrentHistory(SessionObserver, CallWatcher):
         """
         self._saved = _both(self._pinned, self._taken.size, other._pinned, other._taken.size)
         super().join(backend, other)
+        self._before = self._noted = None
         self._wide = True  # a copy is due before the next call
 
     @property
@@ -153,6 +235,8 @@ class RecurrentHistory(SessionObserver, CallWatcher):
     def copy(self) -> Self:
         """See SessionObserver. The copies of the state, which nobody writes, are shared."""
         other = super().copy()
+        other._copies, other._seconds = 0, 0.0
+        other._before = other._noted = None
         other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned, s.rows) for s in self._saved]
         return other
 

@@ -274,9 +274,7 @@ def test_the_check_after_the_pass_sees_wrong_blocks(captured, monkeypatch):
         run(captured("llama"), steps, check)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("bloom", "bias by position"), ("mamba", "recurrent"), ("opt", "encoder")]
-)
+@pytest.mark.parametrize(("name", "reason"), [("bloom", "bias by position"), ("opt", "encoder")])
 def test_models_that_cannot_are_refused(stateful, name, reason):
     program = stateful(name)
     if reason == "encoder":
