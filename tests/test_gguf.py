@@ -17,7 +17,7 @@ import accel
 from accel import cli
 from accel.compiler.explain import explain
 from accel.compiler.load import gguf as own
-from accel.compiler.load.gguf import _blocks, llama
+from accel.compiler.load.gguf import _blocks, _paired
 from accel.compiler.load.gguf._file import GgufTensor, read_gguf
 from accel.compiler.load.source import Gguf, open_source
 from accel.ir.codes import Coded
@@ -174,7 +174,7 @@ def test_an_architecture(name, tmp_path):
 
 
 def test_rows_of_llamas_queries_are_put_back(plain, model, monkeypatch):
-    monkeypatch.setattr(llama, "paired", lambda rows, heads: torch.arange(rows))
+    monkeypatch.setattr(_paired, "paired", lambda rows, heads: torch.arange(rows))
     loaded = open_source(plain).load()
     wanted = logits(model)
     assert (logits(loaded.model, loaded.stored) - wanted).abs().max() > 0.01 * wanted.abs().max()

@@ -25,19 +25,26 @@ class Unread(ValueError):
     """A type of ggml that accel does not read."""
 
 
-def stored(name: str, tensor: GgufTensor, pages: Pages, rows: Tensor | None = None) -> Stored:
-    """A tensor as a parameter; `rows` [N]: the order in which the model has its rows.
+def stored(
+    name: str,
+    tensor: GgufTensor,
+    pages: Pages,
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
+) -> Stored:
+    """A tensor as a parameter; `rows` [N] and `columns` [K]: the order in which the model has them.
 
     Raises Unread for a type of which the package gguf has no floats.
     """
-    kind, shape = tensor.kind, tensor.shape
+    kind, shape, order = tensor.kind, tensor.shape, Order(rows, columns)
     if kind in _FLOATS:
-        return _floats(tensor, pages, rows)
+        return _floats(tensor, pages, order)
     raw = tensor.data.view(*shape[:-1], -1)
     if kind in FORMS and len(shape) == 2:
         form = FORMS[kind]
-        read = partial(_pieces, form, raw, shape[1], rows)
-        return Coded.in_pieces(shape, read, form, pages)
+        read = partial(_pieces, form, raw, shape[1], order)
+        layout = form if columns is None else (form, tuple(columns.tolist()))
+        return Coded.in_pieces(shape, read, layout, pages)
     from gguf import GGMLQuantizationType, quants
 
     if GGMLQuantizationType[kind] not in quants._type_traits:
@@ -45,45 +52,56 @@ def stored(name: str, tensor: GgufTensor, pages: Pages, rows: Tensor | None = No
             f"{name} is of ggml's type {kind}, which accel does not read; give a file in another type, such as "
             "Q4_K_M, Q8_0 or F16"
         )
-    return Made.of_shape(shape, partial(_computed, kind, raw, rows), pages)
+    return Made.of_shape(shape, partial(_computed, kind, raw, order), pages)
 
 
-def _floats(tensor: GgufTensor, pages: Pages, rows: Tensor | None) -> Stored:
+@dataclass(frozen=True)
+class Order:
+    """In which order a model has the rows and columns of a tensor, where it is another than the file's."""
+
+    rows: Tensor | None
+    columns: Tensor | None
+
+    def of(self, value: Tensor) -> Tensor:
+        """Floats in this order."""
+        value = value if self.rows is None else value[self.rows.to(value.device)]
+        return value if self.columns is None else value[:, self.columns.to(value.device)]
+
+
+def _floats(tensor: GgufTensor, pages: Pages, order: Order) -> Stored:
     dtype, data = _FLOATS[tensor.kind], tensor.data
     if data.data_ptr() % dtype.itemsize:  # general.alignment may be less
         data = data.clone()
     value = data.view(dtype).view(tensor.shape)
     found = Stored(value, () if dtype is torch.float32 else (Tensor.float,), pages)
-    return found if rows is None else found.changed(partial(_in_order, rows))
+    same = order.rows is None and order.columns is None
+    return found if same else found.changed(order.of)
 
 
-def _in_order(rows: Tensor, value: Tensor) -> Tensor:
-    return value[rows.to(value.device)]
-
-
-def _computed(kind: str, raw: Tensor, rows: Tensor | None) -> Tensor:
+def _computed(kind: str, raw: Tensor, order: Order) -> Tensor:
     from gguf import GGMLQuantizationType, quants
 
-    value = torch.from_numpy(quants.dequantize(raw.numpy(), GGMLQuantizationType[kind]))
-    return value if rows is None else value[rows]
+    return order.of(torch.from_numpy(quants.dequantize(raw.numpy(), GGMLQuantizationType[kind])))
 
 
-def _pieces(form: Form, raw: Tensor, columns: int, rows: Tensor | None) -> Iterator[Codes]:
+def _pieces(form: Form, raw: Tensor, columns: int, order: Order) -> Iterator[Codes]:
     """The codes of so many rows at a time as have about a million columns."""
     count = max(1, _PIECE // columns)
     for start in range(0, len(raw), count):
         part = slice(start, start + count)
-        yield _codes(form, raw[part if rows is None else rows[part]], columns)
+        yield _codes(form, raw[part if order.rows is None else order.rows[part]], columns, order)
 
 
-def _codes(form: Form, raw: Tensor, columns: int) -> Codes:
+def _codes(form: Form, raw: Tensor, columns: int, order: Order) -> Codes:
     blocks = raw.unflatten(1, (-1, form.size))
     q, scales, *more = form.read(blocks)
-    q, scales = q.flatten(1).contiguous(), _flat(scales)
+    q, scales, groups = q.flatten(1).contiguous(), _flat(scales), None
+    if order.columns is not None:
+        q, groups = q[:, order.columns].contiguous(), order.columns // form.group
     zeros = torch.full((len(raw), columns // form.group), form.zero, dtype=torch.uint8)
     offsets = _flat(more[0]) if more else None
     return Codes(
-        q, _numbers(scales), zeros, form.bits, form.group, None,
+        q, _numbers(scales), zeros, form.bits, form.group, groups,
         None if offsets is None else _numbers(offsets), _levels(scales), _levels(offsets),
     )  # fmt: skip
 
