@@ -1,10 +1,13 @@
 """GGUF files, written with llama.cpp's package gguf: its names, its numbers, its own rounding."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+
+from .gguf_tensors import parts
 
 gguf = pytest.importorskip("gguf")
 Type = gguf.GGMLQuantizationType
@@ -38,40 +41,38 @@ def rounded(value, kind):
 
 def named(model, arch):
     """A model's tensors by the names of the file, as llama.cpp's converter changes them."""
-    config = model.config
+    config, stacks = model.config, {}
     kind = {name: a for a, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, value in model.state_dict().items():
-        value = value.numpy()
         tied = config.tie_word_embeddings and name == "lm_head.weight"
         if tied or name.endswith((".attn.masked_bias", ".attn.bias")):
             continue
-        if name.endswith("experts.gate_up_proj"):
-            for part, half in zip(("gate", "up"), np.split(value, 2, 1), strict=True):
-                layer = name.split(".")[2]
-                yield f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(half)
+        if stack := re.fullmatch(r"model\.(altup_\w+)\.\d\.weight", name):
+            stacks.setdefault(stack[1], []).append(value)
             continue
-        if name.endswith("experts.down_proj"):
-            yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", value
-            continue
-        heads = {"q_proj": config.num_attention_heads}
-        heads["k_proj"] = getattr(config, "num_key_value_heads", 0)
-        rows = heads.get(name.split(".")[-2])
-        if rows and arch == "llama":  # its rotary pairs are neighbours, not halves
-            value = value.reshape(rows, 2, -1, *value.shape[1:]).swapaxes(1, 2)
-            value = value.reshape(-1, *value.shape[3:])
-        if arch == "gpt2" and ".h." in name and value.ndim == 2:
-            value = value.T
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
-            value = value + 1
-        if name.endswith("shared_expert_gate.weight"):
-            value = value[0]
-        own = names.get_name(
-            name.replace("mlp.gate.", "block_sparse_moe.gate."), (".weight", ".bias")
-        )
-        own = own or names.get_name(name, (".weight", ".bias"))
-        assert own, name
-        yield own, np.ascontiguousarray(value)
+        for part, changed in parts(name, value, config, arch):
+            yield (
+                part if part.startswith("blk.") else _own(names, part),
+                changed.contiguous().numpy(),
+            )
+    for name, values in stacks.items():
+        yield _own(names, f"model.{name}.weight"), torch.stack(values).numpy()
+
+
+def _own(names, name):
+    """The name in a file of a parameter of transformers."""
+    for other in (name, name.replace("mlp.gate.", "block_sparse_moe.gate.")):
+        if own := names.get_name(other, (".weight", ".bias")):
+            return own
+    raise AssertionError(name)
+
+
+def metadata(arch, told):
+    """`more` for `write` of an architecture's keys, each of the type of its value."""
+    kinds = gguf.GGUFValueType
+    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+    return [(f"{arch}.{key}", value, types.get(type(value))) for key, value in told.items()]
 
 
 def write(model, arch, path, kind="F32", more=(), tensors=(), big=False, others=()):
@@ -95,9 +96,11 @@ def write(model, arch, path, kind="F32", more=(), tensors=(), big=False, others=
         "attention.value_length": head,
     }  # fmt: skip
     fields = {f"{arch}.{key}": (value, kinds.UINT32) for key, value in told.items()}
-    epsilon = "rms_" if hasattr(config, "rms_norm_eps") else ""
-    eps = getattr(config, "rms_norm_eps", 1e-5)
-    fields[f"{arch}.attention.layer_norm_{epsilon}epsilon"] = (eps, kinds.FLOAT32)
+    names = {"rms_norm_eps": "rms_", "norm_eps": "rms_", "layer_norm_eps": "", "norm_epsilon": ""}
+    names["layer_norm_epsilon"] = ""
+    eps = next(name for name in names if hasattr(config, name))
+    key = f"{arch}.attention.layer_norm_{names[eps]}epsilon"
+    fields[key] = (getattr(config, eps), kinds.FLOAT32)
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("full_attention", rope).get("rope_theta", 10000.0)
     fields[f"{arch}.rope.freq_base"] = (theta, kinds.FLOAT32)

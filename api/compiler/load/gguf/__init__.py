@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from accel.compiler.load.gguf._blocks import Unread, stored
 from accel.compiler.load.gguf._file import GgufFile, GgufTensor, plain
@@ -122,6 +123,11 @@ class Base:
             raise self.metadata.wrong(f"{shapes} are not of one width")
         return Stacked.rows(found)
 
+    def divisors(self) -> Tensor | None:
+        """What the rotary frequencies are divided by, float32 [pairs]; None where the model has them as they are."""
+        held = FACTORS in self.metadata.file.tensors
+        return self.metadata.factors(FACTORS) if held else None
+
     def left_out(self) -> list[str]:
         """The tensors that are of another model than the language model: what reads images, and layers that draft."""
         depth, found = self.metadata.depth(), list[str]()
@@ -203,9 +209,8 @@ class GgufModel:
 
     def adapt(self, model: torch.nn.Module) -> None:
         """Divide the rotary frequencies of a loaded model by the file's factors, where it has some."""
-        if FACTORS not in self.file.tensors:
+        if (factors := self.architecture.divisors()) is None:
             return
-        factors = self.architecture.metadata.factors(FACTORS)
         for name, buffer in model.named_buffers():
             if name.endswith("inv_freq"):
                 with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -35,9 +35,11 @@ class Metadata:
         rope: Mapping[str, Any] | None = None,
         partial: bool = False,
         groups: int | None = None,
+        middle: Sequence[int] | None = None,
     ) -> dict[str, Any]:
         """The configuration of a decoder like Llama. rope: its `rope_parameters`; None: those of the metadata.
-        partial: a part of a head's columns may be rotated. groups: heads of keys, where they are a list.
+        partial: a part of a head's columns may be rotated. groups: heads of keys, where they are a list. middle:
+        columns within the MLP of each layer, where they are one.
         """
         heads, width = self.count("attention.head_count"), self.width()
         groups = self.heads()[1] if groups is None else groups
@@ -53,7 +55,9 @@ class Metadata:
             "model_type": model_type,
             "vocab_size": self.vocabulary(),
             "hidden_size": hidden,
-            "intermediate_size": self.count("feed_forward_length", hidden),
+            "intermediate_size": list(middle)
+            if middle is not None
+            else self.count("feed_forward_length", hidden),
             "num_hidden_layers": self.depth(),
             "num_attention_heads": heads,
             "num_key_value_heads": groups,

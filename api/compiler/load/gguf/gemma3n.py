@@ -13,6 +13,16 @@ from accel.compiler.load.gguf.gemma2 import NORMS, kinds
 from accel.compiler.load.gguf.qwen3 import HEAD_NORMS
 from accel.ir.weights import Stored
 
+PER_LAYER = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+PER_LAYER_TOP = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _SHARES_FROM = 20  # the layer from which on keys and values are those of a layer before, where a file does not say
 
 
@@ -24,8 +34,7 @@ class Gemma3n(Base):
     modules = Modules(
         {
             **LAYER, **NORMS, **HEAD_NORMS,
-            "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
-            "post_norm": "post_per_layer_input_norm", "altup_correct_coef": "altup.correction_coefs",
+            **PER_LAYER, "altup_correct_coef": "altup.correction_coefs",
             "altup_correct_scale.weight": "altup.correct_output_scale",
             "altup_predict_coef": "altup.prediction_coefs", "altup_router": "altup.modality_router",
             "altup_router_norm": "altup.router_norm", "laurel_l": "laurel.linear_left",
@@ -33,24 +42,23 @@ class Gemma3n(Base):
         },
         {"altup_proj": "model.altup_projections.{}", "altup_unembd_proj": "model.altup_unembed_projections.{}"},
         {
-            **TOP, "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            **TOP, **PER_LAYER_TOP,
         },
     )  # fmt: skip
 
     def config(self) -> dict[str, Any]:
-        config, metadata = super().config(), self.metadata
+        metadata = self.metadata
+        config = metadata.decoder(self.model_type, middle=metadata.layered("feed_forward_length"))
         local = {
             "rope_type": "default",
             "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0),
         }
-        layers, first = config["num_hidden_layers"], metadata.file.tensors["blk.0.laurel_l.weight"]
-        width = metadata.count("feed_forward_length")
+        layers, first = config["num_hidden_layers"], metadata.file.tensors.get("blk.0.laurel_l.weight")
+        if first is None:
+            raise metadata.wrong("it lacks blk.0.laurel_l.weight")
         return {
             **config,
             "hidden_activation": "gelu_pytorch_tanh",
-            "intermediate_size": [width] * layers,
             "vocab_size_per_layer_input": config["vocab_size"],
             "hidden_size_per_layer_input": metadata.count("embedding_length_per_layer_input"),
             "laurel_rank": first.shape[0],

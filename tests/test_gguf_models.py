@@ -1,0 +1,167 @@
+"""Small models of every architecture of GGUF files: their logits and tokens are llama.cpp's."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import accel
+from accel.compiler.load.gguf import ARCHITECTURES
+from accel.compiler.load.gguf._file import read_gguf
+from accel.compiler.load.source import open_source
+from accel.ir.weights import reading
+
+from .gguf_case import bpe, metadata, write
+from .gguf_models import MODELS
+
+lib = pytest.importorskip("llama_cpp")
+
+from llama_logits import Peer  # noqa: E402 -- which imports llama_cpp
+
+IDS = [3, 5, 9, 20, 41, 7, 60, 62, 12, 17, 33]
+CONVERTER = "LLAMA_CPP"  # an environment variable: a folder with llama.cpp's source
+
+
+def tensors(case):
+    """Those of a file that are no weights."""
+    if case.kind == "Gemma4TextConfig":
+        factors = torch.tensor([1.0] * 4 + [1e30] * 12)
+        return [("rope_freqs.weight", factors.numpy())]
+    if case.arch == "phi3":
+        rope = case.sizes["rope_parameters"]
+        kinds = ("long", "short")
+        return [
+            (f"rope_factors_{k}.weight", torch.tensor(rope[f"{k}_factor"]).numpy()) for k in kinds
+        ]
+    return []
+
+
+def written(name, folder, kind="F32"):
+    """A model, and its file."""
+    case = MODELS[name]
+    if case.missing:
+        pytest.skip(f"transformers {hf.__version__} has no {case.kind}")
+    model, more = case.made(), [*bpe(), *metadata(case.arch, case.told)]
+    path = write(model, case.arch, folder / "m.gguf", kind, more=more, tensors=tensors(case))
+    return model, path
+
+
+def logits(model, stored=None):
+    with torch.no_grad(), reading(stored or {}):
+        return model.eval()(torch.tensor([IDS])).logits[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name, tmp_path):
+    """The model that is read is the one that was written, and llama.cpp computes with the file what it does."""
+    model, path = written(name, tmp_path)
+    loaded = open_source(path).load()
+    assert not loaded.notes
+    found, wanted = logits(loaded.model, loaded.stored), logits(model)
+    size = float(wanted.abs().max())
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * size)
+    theirs = Peer(path).logits(IDS)
+    assert torch.allclose(found, theirs, rtol=0, atol=MODELS[name].near * size)
+
+
+SOME = ("gpt-oss", "qwen35", "lfm2")
+LONG = [pytest.param(n, marks=pytest.mark.long) for n in MODELS if n not in SOME]
+
+
+@pytest.mark.parametrize("name", [*SOME, *LONG])
+def test_tokens(name, tmp_path):
+    _, path = written(name, tmp_path)
+    wanted = Peer(path).continued(IDS, 32)
+    with accel.optimize(path, "base", max_context=64, verify=False) as compiled:
+        found = compiled.generate([IDS], max_new_tokens=32, eos=[]).tokens[0]
+    assert list(found) == wanted
+    assert len(set(wanted)) > 1
+
+
+def test_every_architecture_has_a_model():
+    """Those without one here are in test_gguf.py, or its parts."""
+    from .test_gguf import MODELS as OTHERS
+
+    held = {case.arch for case in MODELS.values()} | {arch for arch, *_ in OTHERS.values()}
+    assert {name.replace("_", "-") for name in held} == set(ARCHITECTURES.names())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_the_writer_of_these_tests_is_llama_cpps(name, tmp_path, monkeypatch):
+    """Against the converter itself: the same tensors, and the same metadata where both tell of something."""
+    if CONVERTER not in os.environ:
+        pytest.skip(f"set {CONVERTER} to a folder with llama.cpp's source")
+    model, path = written(name, tmp_path)
+    theirs = _converted(model, MODELS[name], tmp_path, monkeypatch)
+    mine, other = read_gguf(path), read_gguf(theirs)
+    assert mine.tensors.keys() == other.tensors.keys()
+    for key, tensor in mine.tensors.items():
+        assert tensor.shape == other.tensors[key].shape, key
+        a, b = (one.tensors[key].data.view(torch.float32) for one in (mine, other))
+        assert torch.allclose(a, b, rtol=1e-6, atol=0), key
+    arch = MODELS[name].arch
+    for key, value in mine.fields.items():
+        if key.startswith(f"{arch}.") and key in other.fields:
+            numbers = not isinstance(value, str)
+            assert value == (
+                pytest.approx(other.fields[key], rel=1e-5) if numbers else other.fields[key]
+            ), key
+    untold = {key for key in other.fields if key.startswith(f"{arch}.")} - mine.fields.keys()
+    assert not {key.removeprefix(f"{arch}.") for key in untold} - {
+        "vocab_size",
+        "rope.dimension_count",
+    }
+
+
+def _converted(model, case, folder, monkeypatch):
+    """A model's file as the converter writes it."""
+    for part in ("gguf-py", ""):
+        monkeypatch.syspath_prepend(str(Path(os.environ[CONVERTER]) / part))
+    kept = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "gguf"
+    }
+    try:
+        import conversion
+        from conversion import base, gemma, qwen
+
+        monkeypatch.setattr(base.TextModel, "get_vocab_base_pre", lambda *_: "llama-bpe")
+        for kind in (gemma.Gemma4Model, qwen.Qwen3NextModel, *qwen.Qwen3NextModel.__subclasses__()):
+            monkeypatch.setattr(kind, "no_mtp", True, raising=False)
+        _save(model, case, folder / "hf")
+        found = base.ModelBase.load_hparams(folder / "hf", False)
+        kind = conversion.get_model_class(base.get_model_architecture(found, base.ModelType.TEXT))
+        monkeypatch.setattr(kind, "set_vocab", lambda self: self._set_vocab_gpt2())
+        kind(
+            folder / "hf", base.gguf.LlamaFileType.ALL_F32, folder / "theirs.gguf", eager=True
+        ).write()
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "gguf"]:
+            del sys.modules[name]
+        sys.modules |= kept
+    return folder / "theirs.gguf"
+
+
+def _save(model, case, folder):
+    """A folder as transformers writes it, with the tokenizer of these tests."""
+    whole = case.kind == "Gemma3nTextConfig"  # some of whose names transformers writes wrong
+    model.save_pretrained(folder, save_original_format=not whole)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **case.patch}))
+    tokens, pairs, _ = words()
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [tuple(pair.split(" ")) for pair in pairs]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(tokens[:5])
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+    if case.arch == "phi3":  # Phi-4's tokenizer, which the converter knows by its class
+        told = folder / "tokenizer_config.json"
+        told.write_text(
+            json.dumps({**json.loads(told.read_text()), "tokenizer_class": "GPT2Tokenizer"})
+        )
