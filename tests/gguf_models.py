@@ -27,6 +27,7 @@ GRANITE = {
     "attention.scale": 0.2,
 }
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NONE = {"expert_count": 0, "expert_used_count": 0}
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
@@ -83,6 +84,7 @@ TURNS = {
     "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }  # fmt: skip
+COMMAND = {"logit_scale": 0.25, "rope.scaling.type": "none"}
 WINDOW = {"attention.sliding_window": 8}
 MOST = {"attention.sliding_window_pattern": [True, True, True, False]}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512}
@@ -105,6 +107,7 @@ GEMMA4_TOLD = {
     "rope.dimension_count": 32, "rope.dimension_count_swa": 16, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4,
     "final_logit_softcapping": 30.0,
 }  # fmt: skip
+_WHOLE = "allow_global_per_layer_attribute_access"  # of configurations with widths for each layer
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ class Model:
                     value.add_(0.2 * torch.randn(value.shape))
                 elif "embed" not in name:
                     value.mul_(4)
+        if hasattr(model.config, _WHOLE):
+            setattr(model.config, _WHOLE, True)
         return model.float().eval()
 
 
@@ -225,8 +230,8 @@ MODELS = {
         "granitehybrid", "GraniteMoeHybridConfig",
         {**FOUR, **HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
         {
-            **GRANITE, "expert_count": 0, "expert_used_count": 0, **SSM, **SECOND, "expert_shared_feed_forward_length": 96, "rope.scaling.finetuned": False,
-            "context_length": 2**20,
+            **GRANITE, **NONE, **SSM, **SECOND, "expert_shared_feed_forward_length": 96,
+            "rope.scaling.finetuned": False, "context_length": 2**20,
         },
     ),
     "smollm3": Model("smollm3", "SmolLM3Config", FOUR),
@@ -293,14 +298,14 @@ MODELS = {
     "olmoe": Model(
         "olmoe", "OlmoeConfig", {**SIZES, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}, EXPERTS
     ),
-    "command-r": Model("command-r", "CohereConfig", {**SIZES, "logit_scale": 0.25}, {"logit_scale": 0.25, "rope.scaling.type": "none"}),
+    "command-r": Model("command-r", "CohereConfig", {**SIZES, "logit_scale": 0.25}, COMMAND),
     "command-r-plus": Model(
-        "command-r", "CohereConfig", {**SMALL, "logit_scale": 0.25, "use_qk_norm": True}, {"logit_scale": 0.25, "rope.scaling.type": "none"},
+        "command-r", "CohereConfig", {**SMALL, "logit_scale": 0.25, "use_qk_norm": True}, COMMAND,
         near=1e-3,
     ),
     "cohere2": Model(
         "cohere2", "Cohere2Config", {**FOUR, "logit_scale": 0.25, "sliding_window": 8, "head_dim": 16},
-        {**WINDOW, "logit_scale": 0.25, "rope.scaling.type": "none"}, {"rotary_pct": 1.0},
+        {**WINDOW, **COMMAND}, {"rotary_pct": 1.0},
     ),
     "seed_oss": Model("seed_oss", "SeedOssConfig", {**SIZES, "head_dim": 16}),
     "ernie4_5": Model("ernie4_5", "Ernie4_5Config", {**SIZES, "head_dim": 16}),

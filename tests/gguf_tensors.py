@@ -173,6 +173,7 @@ CHANGES: dict[str, Callable[..., Any]] = {
     "gate.e_score_correction_bias": _named("exp_probs_b.bias"),
     "feed_forward.expert_bias": _named("exp_probs_b.bias"),
     "pre_ff_layernorm.weight": _bare,
+    "block_sparse_moe.router.weight": _named("ffn_gate_inp.weight"),  # a newer transformers
     "router.scale": _named("ffn_gate_inp.scale"),
     "router.per_expert_scale": _named("ffn_down_exps.scale"),
     "altup.correct_output_scale": _named("altup_correct_scale.weight"),
