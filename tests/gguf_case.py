@@ -16,8 +16,15 @@ TOKENS = torch.tensor([[3, 5, 9, 20, 41, 7, 60, 62, 1, 12, 17, 33]])
 SIZE = 320  # rows of an embedding; tokens that make a vocabulary as long are unused, as converters write them
 HALVES = {  # where the factors of a block lie, which are float16
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
-    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "TQ2_0": [64],
+    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "TQ2_0": [64], "TQ1_0": [52],
+    "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0], "IQ3_XXS": [0], "IQ3_S": [0], "IQ1_S": [0], "IQ1_M": [], "MXFP4": [],
+    "NVFP4": [],
 }  # fmt: skip
+BYTES = {
+    "MXFP4": [(0, 0, 120)],
+    "NVFP4": [(i, 127, 0) for i in range(4)],
+}  # which, their bits, and what is added
+BYTES["IQ1_M"] = [(55, 15, 32)]
 
 
 def blocks(kind, shape, size=0.02):
@@ -27,6 +34,8 @@ def blocks(kind, shape, size=0.02):
     for at in HALVES[kind]:
         factor = (0.5 + torch.rand(*raw.shape[:-1], 1)) * size
         raw[..., at : at + 2] = factor.half().view(torch.uint8)
+    for at, bits, more in BYTES.get(kind, ()):
+        raw[..., at] = (raw[..., at] & bits) + more
     return raw.flatten(-2).numpy()
 
 
@@ -34,7 +43,7 @@ def rounded(value, kind):
     """What of a weight the package's own rounding writes, or random blocks of a type that it does not round to."""
     if kind in ("F32", "F16"):
         return value.astype({"F32": np.float32, "F16": np.float16}[kind])
-    if kind.endswith("_K") or kind.startswith(("IQ", "TQ")):
+    if kind.endswith("_K") or kind.startswith(("IQ", "TQ", "NV")):
         return blocks(kind, value.shape, float(value.std()) / 60)
     return gguf.quants.quantize(value, Type[kind])
 
@@ -111,7 +120,8 @@ def write(model, arch, path, kind="F32", more=(), tensors=(), big=False, others=
             writer.add_key_value(key, value, form)
     for name, value in [*named(model, arch), *tensors]:
         mine = next((other for part, other in others if part in name), kind)
-        one = "F32" if value.ndim == 1 or "ffn_gate_inp" in name else mine
+        small = value.ndim == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
+        one = "F32" if small else mine
         writer.add_tensor(name, rounded(value, one), raw_dtype=Type[one])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

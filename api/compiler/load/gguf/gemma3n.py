@@ -53,7 +53,10 @@ class Gemma3n(Base):
             "rope_type": "default",
             "rope_theta": metadata.positive("rope.freq_base_swa", 10000.0),
         }
-        layers, first = config["num_hidden_layers"], metadata.file.tensors.get("blk.0.laurel_l.weight")
+        layers, first = (
+            config["num_hidden_layers"],
+            metadata.file.tensors.get("blk.0.laurel_l.weight"),
+        )
         if first is None:
             raise metadata.wrong("it lacks blk.0.laurel_l.weight")
         return {

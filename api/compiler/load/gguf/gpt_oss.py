@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.compiler.load.gguf import LAYER, Base, Modules
+from accel.compiler.load.gguf import LAYER, Base, Modules, slices
+from accel.compiler.load.gguf._blocks import in_turn
 from accel.compiler.load.gguf._file import GgufTensor
 from accel.compiler.load.gguf.gemma2 import kinds
-from accel.ir.weights import Stored
+from accel.ir.weights import Experts, Stored
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,19 @@ class GptOss(Base):
         }
 
     def join(self, target: str, parts: Mapping[str, GgufTensor]) -> Stored:
-        found = super().join(target, parts)
         if target.endswith("bias"):
-            return found.changed(_taken_in_turn)
-        return found.changed(_turned if len(parts) == 1 else _interleaved)
-
-
-def _turned(value: Tensor) -> Tensor:
-    """[X,N,K] -> [X,K,N]."""
-    return value.transpose(1, 2).contiguous()
-
-
-def _interleaved(value: Tensor) -> Tensor:
-    """The gates of each expert and then its ups, [X,2N,K] -> [X,K,2N], a gate and an up in turn."""
-    return value.unflatten(1, (2, -1)).permute(0, 3, 2, 1).flatten(2)
+            return self.below(parts.items()).changed(_taken_in_turn)
+        if len(parts) == 1:
+            ((name, tensor),) = parts.items()
+            return Experts.stack(self.experts(name, tensor), turned=True)
+        (name, gates), (other, ups) = parts.items()
+        if gates.shape != ups.shape or len(gates.shape) != 3:
+            raise self.metadata.wrong(
+                f"{name} is {list(gates.shape)} and {other} {list(ups.shape)}"
+            )
+        pages = self.metadata.file.pages
+        both = zip(slices(gates), slices(ups), strict=True)
+        return Experts.stack([in_turn(name, *pair, pages) for pair in both], turned=True)
 
 
 def _taken_in_turn(value: Tensor) -> Tensor:
