@@ -185,3 +185,24 @@ def spm():
         ("tokenizer.ggml.bos_token_id", 1, kinds.UINT32),
         ("tokenizer.ggml.eos_token_id", 2, kinds.UINT32),
     ]
+
+
+def letters():
+    """Metadata of BPE over letters, with tokens of bytes, as Gemma 4's."""
+    kinds = gguf.GGUFValueType
+    alphabet = [chr(ord("a") + i) for i in range(26)] + ["▁", "\n"]
+    pairs = [("t", "h"), ("th", "e"), ("▁", "the"), ("r", "e"), ("i", "n"), ("\n", "\n")]
+    tokens = ["<unk>", "<bos>", "<eos>", *(f"<0x{i:02X}>" for i in range(256)), *alphabet]
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(alphabet) + len(pairs))
+    tokens += [a + b for a, b in pairs]
+    unused = [f"[PAD{i}]" for i in range(SIZE - len(tokens))]
+    return [
+        ("tokenizer.ggml.model", "gemma4", kinds.STRING),
+        ("tokenizer.ggml.tokens", [*tokens, *unused], None),
+        ("tokenizer.ggml.scores", [0.0] * SIZE, None),
+        ("tokenizer.ggml.merges", [" ".join(pair) for pair in pairs], None),
+        ("tokenizer.ggml.token_type", [*types, *[5] * len(unused)], None),
+        ("tokenizer.ggml.bos_token_id", 1, kinds.UINT32),
+        ("tokenizer.ggml.eos_token_id", 2, kinds.UINT32),
+        ("tokenizer.ggml.add_bos_token", True, kinds.BOOL),
+    ]

@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from accel.compiler.load.gguf._file import GgufFile
+from accel.compiler.load.gguf._splits import BEGUN, WHOLE, patterns
 from accel.ir.errors import CaptureError
 
 _UNKNOWN, _CONTROL, _OWN, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
 _SPACE = "▁"
-_ENDINGS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_LOWER, _UPPER = r"((?=[\p{L}])([^A-Z]))", r"((?=[\p{L}])([^a-z]))"
-_LAST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _cased(ending: str, digits: str) -> str:
-    """Words by upper and lower case."""
-    head = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{head}{_UPPER}*{_LOWER}+{ending}|{head}{_UPPER}+{_LOWER}*{ending}"
-    return f"{words}|{digits}|{_LAST}"
-
-
-# patterns, one after the other -> the names that tokenizer.ggml.pre has for them
-_SPLITS: list[tuple[Sequence[str], Sequence[str]]] = [
-    ([_GPT2], ["gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "a.x-4.0", "mellum", "trillion"]),
-    ([r"\p{N}", _GPT2], ["starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"]),
-    ([_LLAMA3], ["llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"]),
-    ([_LLAMA3], ["dbrx", "smaug-bpe", "chatglm-bpe", "glm4"]),
-    ([_QWEN2], ["qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"]),
-    ([_cased("", r"\p{N}")], ["tekken"]),
-    ([_cased(f"{_ENDINGS}?", r"\p{N}{1,3}")], ["gpt-4o", "llama4", "kanana2"]),
-    ([r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"], ["deepseek-coder"]),
-    ([r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"], ["default"]),
-]  # fmt: skip
-_WHOLE = (*_SPLITS[2][1], "tekken")  # words that are tokens are not merged; a text begins with bos
 
 
 def tokenizer_json(file: GgufFile) -> str | None:
@@ -51,10 +22,12 @@ def tokenizer_json(file: GgufFile) -> str | None:
     kind = file.fields.get("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise _other(file, f"its tokenizer is of the kind {kind!r}, and accel reads gpt2 and llama")
+    if kind not in _KINDS:
+        raise _other(
+            file, f"its tokenizer is of the kind {kind!r}, and accel reads {', '.join(_KINDS)}"
+        )
     try:
-        tokenizer = (_by_merges if kind == "gpt2" else _by_scores)(file)
+        tokenizer = _KINDS[kind](file)
         tokenizer.add_tokens(_added(file))
         around = _around(file, kind)
         if around is not None:
@@ -112,20 +85,47 @@ def _by_merges(file: GgufFile) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     name = file.fields.get("tokenizer.ggml.pre", "default")
-    patterns = next((patterns for patterns, names in _SPLITS if name in names), None)
-    if patterns is None:
-        known = [n for _, names in _SPLITS for n in names]
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f" (near: {near[0]})" if near else ""
-        raise _other(file, f"accel does not know how its tokenizer, {name!r}, splits text{hint}")
+    try:
+        splits_at = patterns(name)
+    except ValueError as error:
+        raise _other(file, str(error)) from None
     vocabulary = {token: i for i, token in enumerate(_tokens(file))}
-    merges = [_pair(merge) for merge in _list(file, "merges", str)]
-    merges = [(a, b) for a, b in merges if {a, b, a + b} <= vocabulary.keys()]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE))
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    merges = _merges(file, vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in WHOLE))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits_at]
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Those whose parts and whole are tokens."""
+    merges = [_pair(merge) for merge in _list(file, "merges", str)]
+    return [(a, b) for a, b in merges if {a, b, a + b} <= vocabulary.keys()]
+
+
+def _by_letters(file: GgufFile) -> Any:
+    """BPE of letters, lines by themselves; bytes of what has no token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(_tokens(file))}
+    unknown = next(
+        (t for t, kind in zip(vocabulary, _types(file), strict=False) if kind == _UNKNOWN), None
+    )
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            _merges(file, vocabulary),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
@@ -190,7 +190,7 @@ def _around(file: GgufFile, kind: str) -> Any:
     from tokenizers import processors
 
     tokens = _tokens(file)
-    first = kind == "llama" or file.fields.get("tokenizer.ggml.pre") in _WHOLE
+    first = kind in ("llama", "gemma4") or file.fields.get("tokenizer.ggml.pre") in BEGUN
     defaults = {"bos": first, "eos": False}
     usual = {"bos": 1, "eos": 2} if kind == "llama" else {}
     found: dict[str, int] = {}
@@ -209,3 +209,6 @@ def _around(file: GgufFile, kind: str) -> Any:
         pair=[*begin, "$A", *end, *begin, "$B", *end],
         special_tokens=[(tokens[i], i) for i in found.values()],
     )
+
+
+_KINDS = {"gpt2": _by_merges, "llama": _by_scores, "gemma4": _by_letters}
