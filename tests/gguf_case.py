@@ -20,6 +20,14 @@ HALVES = {  # where the factors of a block lie, which are float16
     "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0], "IQ3_XXS": [0], "IQ3_S": [0], "IQ1_S": [0], "IQ1_M": [], "MXFP4": [],
     "NVFP4": [],
 }  # fmt: skip
+FLOATS = (
+    "ffn_gate_inp",
+    "conv",
+    "ssm_a",
+    "ssm_d",
+    "norm",
+    "altup_",
+)  # tensors that llama.cpp never rounds
 BYTES = {
     "MXFP4": [(0, 0, 120)],
     "NVFP4": [(i, 127, 0) for i in range(4)],
@@ -120,8 +128,9 @@ def write(model, arch, path, kind="F32", more=(), tensors=(), big=False, others=
             writer.add_key_value(key, value, form)
     for name, value in [*named(model, arch), *tensors]:
         mine = next((other for part, other in others if part in name), kind)
-        small = value.ndim == 1 or "ffn_gate_inp" in name or name.endswith(".bias")
-        one = "F32" if small else mine
+        small = value.ndim == 1 or name.endswith(".bias") or any(part in name for part in FLOATS)
+        block, _ = gguf.GGML_QUANT_SIZES[Type[mine]]
+        one = "F32" if small or value.shape[-1] % block else mine
         writer.add_tensor(name, rounded(value, one), raw_dtype=Type[one])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -25,7 +25,9 @@ SIZES = {
 TEXTS = (
     "the theory of the thing", "  two  spaces\n\n\nlines \t tabs", "I've don't WE'LL 'tis 12345 3.14 1,000,000",
     "naïve über 東京タワー 🙂🙂", "<|im_start|>the\nhi<|im_end|>\n", "a_b=c+d; print('x') // ...", "", "   ", "\r\n x",
-    "<s>the</s> in", "a\n\n\nthe\n re", "ひらがなカタカナ漢字 한글 ไทย हिन्दी مرحبا", "camelCaseHTTPServer ÀÉÎ", "e\u0301 \u00a0 \u3000wide", "there in<|end|>  the re",
+    "<s>the</s> in", "a\n\n\nthe\n re",
+    "ひらがなカタカナ漢字 한글 ไทย हिन्दी مرحبا",
+    "camelCaseHTTPServer ÀÉÎ", "e\u0301 \u00a0 \u3000wide", "there in<|end|>  the re",
 )  # fmt: skip
 
 
@@ -80,6 +82,35 @@ def test_logits_are_llama_cpps(kind, whole, tmp_path):
         first, second = wanted.topk(2).values.T
         clear = first - second > 2 * error
         assert torch.equal(found.argmax(-1)[clear], wanted.argmax(-1)[clear])
+
+
+ENDS = {
+    "harmony": ["<|start|>", "<|end|>", "<|return|>", "<|call|>"],
+    "messages": ["<|end|>", "<|user|>", "<|endoftext|>"],
+    "turns": ["<turn|>", "<|turn>", "<end_of_turn>"],
+    "others": [
+        "[EOT]",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<|eot_id|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<|end|>",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_answer_ends_where_llama_cpp_ends_it(name, tmp_path):
+    model = hf.LlamaForCausalLM(
+        hf.LlamaConfig(**{**SIZES, "hidden_size": 32, "num_hidden_layers": 1})
+    )
+    more = {key: (key, value, form) for key, value, form in bpe()}
+    tokens, types = more["tokenizer.ggml.tokens"][1], more["tokenizer.ggml.token_type"][1]
+    tokens[-len(ENDS[name]) :], types[-len(ENDS[name]) :] = ENDS[name], [3] * len(ENDS[name])
+    path = write(model, "llama", tmp_path / "m.gguf", more=more.values())
+    peer, config = Peer(path), open_source(path).config()
+    wanted = [i for i in range(SIZE) if lib.llama_vocab_is_eog(peer.vocabulary, i)]
+    assert sorted(config.eos_token_id) == wanted
 
 
 PRES = [

@@ -11,13 +11,14 @@ import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import accel
-from accel.compiler.load.gguf import ARCHITECTURES
-from accel.compiler.load.gguf._file import read_gguf
+from accel.compiler.load.gguf import ARCHITECTURES, _blocks, open_gguf
+from accel.compiler.load.gguf._file import GgufFile, read_gguf
 from accel.compiler.load.source import open_source
-from accel.ir.weights import reading
+from accel.ir.errors import CaptureError
+from accel.ir.weights import Pages, reading
 
 from .gguf_case import bpe, metadata, words, write
-from .gguf_models import MODELS
+from .gguf_models import MODELS, SIZES
 
 lib = pytest.importorskip("llama_cpp")
 
@@ -64,7 +65,11 @@ def logits(model, stored=None):
         return model.eval()(torch.tensor([IDS])).logits[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = ("gemma3n", "command-r-plus", "exaone4")
+NAMES = [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in MODELS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_logits(name, tmp_path):
     """The model that is read is the one that was written, and llama.cpp computes with the file what it does."""
     model, path = written(name, tmp_path)
@@ -75,6 +80,21 @@ def test_logits(name, tmp_path):
     assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * size)
     theirs = Peer(path).logits(IDS)
     assert torch.allclose(found, theirs, rtol=0, atol=MODELS[name].near * size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes(name, tmp_path, monkeypatch):
+    """Of matrices in Q8_0, put where the model has them: the same numbers as of their floats."""
+    _, path = written(name, tmp_path, "Q8_0")
+    loaded = open_source(path).load()
+    (note,) = loaded.notes
+    assert "are quantised (Q8_0)" in note
+    found = logits(loaded.model, loaded.stored)
+    monkeypatch.setattr(_blocks, "FORMS", {})
+    floats = open_source(path).load()
+    assert "are computed in float32" in floats.notes[1]
+    wanted = logits(floats.model, floats.stored)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.long
@@ -100,6 +120,91 @@ def test_experts_of_gpt_oss_stay_codes(kind, tmp_path):
         found = torch.from_numpy(session.run([IDS]))[0]
     assert not kept["refused"]
     assert float((found - wanted).abs().max()) < 0.1 * float(wanted.abs().max())
+
+
+def test_what_is_left_out_is_said(tmp_path):
+    """Layers that draft, which come last, and what reads images."""
+    case = MODELS["glm4moe"]
+    model, told = case.made(), {**case.told, "block_count": 3, "nextn_predict_layers": 1}
+    blank = torch.zeros(64, 64).numpy()
+    names = ("blk.2.attn_q.weight", "blk.2.nextn.eh_proj.weight", "v.blk.0.attn_q.weight")
+    extra = [(name, blank) for name in names]
+    path = write(
+        model, case.arch, tmp_path / "m.gguf", more=metadata(case.arch, told), tensors=extra
+    )
+    loaded = open_source(path).load()
+    assert loaded.notes == [
+        "left out of the file: 2 of layers that draft (nextn) (blk.2.attn_q.weight, …), "
+        "1 of what reads images or sounds (v.blk.0.attn_q.weight, …)"
+    ]
+    found, wanted = logits(loaded.model, loaded.stored), logits(model)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+WRONG = {
+    "drafts": ({"nextn_predict_layers": 2}, "nextn_predict_layers is 2 of 2 layers"),
+    "lacks": ({"block_count": 3}, "block_count is 3, and it holds 2 layers"),
+    "rotation": ({"rope.dimension_count": 34}, "rope.dimension_count is 34 for heads of 32"),
+    "norm": ({"expert_weights_norm": 1}, "expert_weights_norm is 1, not yes or no"),
+    "used": ({"expert_used_count": 9}, "expert_used_count is 9 of 4 experts"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_metadata_that_does_not_fit_is_refused(name, tmp_path):
+    case, (told, why) = MODELS["glm4moe"], WRONG[name]
+    more = metadata(case.arch, {**case.told, **told})
+    path = write(case.made(), case.arch, tmp_path / "m.gguf", more=more)
+    with pytest.raises(CaptureError) as error:
+        open_source(path).load()
+    assert why in str(error.value) and str(path) in str(error.value)
+
+
+def test_half_of_a_joined_parameter_is_refused(tmp_path):
+    case = MODELS["granitemoe"]
+    path = write(case.made(), case.arch, tmp_path / "m.gguf", more=metadata(case.arch, case.told))
+    file = read_gguf(path)
+    del file.tensors["blk.1.ffn_up_exps.weight"]
+    with pytest.raises(CaptureError, match="it lacks blk.1.ffn_up_exps.weight"):
+        open_gguf(file).weights()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"general.architecture": "clip"}, "reads images or sounds .mmproj.; give the file of the"),
+        (
+            {"general.architecture": "llama", "general.type": "adapter"},
+            "it is a LoRA adapter; give the",
+        ),
+        ({"general.architecture": "qwen36"}, "did you mean 'qwen3'"),
+        (
+            {"general.architecture": "bloom"},
+            "known: .*command-r, .*; give the Hugging Face checkpoint",
+        ),
+    ],
+)
+def test_files_that_hold_no_such_model_are_refused(fields, why, tmp_path):
+    file = GgufFile(tmp_path / "m.gguf", fields, {}, Pages())
+    with pytest.raises(CaptureError, match=why):
+        open_gguf(file)
+
+
+@pytest.mark.skipif(not MODELS["gemma4"].missing, reason="this transformers has it")
+def test_a_type_that_transformers_lacks_is_refused(tmp_path):
+    case = MODELS["gemma4"]
+    factors = torch.tensor([1.0] * 4 + [1e30] * 12).numpy()
+    told = {**case.told, "attention.head_count_kv": 2}
+    blank = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SIZES, "num_hidden_layers": 6}))
+    path = write(
+        blank,
+        "gemma4",
+        tmp_path / "m.gguf",
+        more=metadata("gemma4", told),
+        tensors=[("rope_freqs.weight", factors)],
+    )
+    with pytest.raises(CaptureError, match="knows no 'gemma4_text'.*pip install -U transformers"):
+        open_source(path).load()
 
 
 def test_every_architecture_has_a_model():

@@ -16,10 +16,12 @@ from accel.ir.errors import CaptureError, shown
 
 # tokens that end an answer, which llama.cpp knows by their text
 _ENDS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>",
-    "_<EOT>", "<|end_of_text|>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>",
+    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+    "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 }  # fmt: skip
-
+# tokens by which a message, and not the answer, ends with "<|end|>"
+_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|return|>", "<|calls|>"}, {"<|calls|>", "<|flush|>"})
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)")  # the name of a tensor of a layer
 
 
@@ -87,12 +89,15 @@ class Metadata:
         """The part of a configuration that all models have: what ends a text, and whether the head is the embedding."""
         tokens = self._tokens()
         ends = [self._special(name) for name in ("eos", "eot", "eom")]
-        ends += [i for i, token in enumerate(tokens) if token in _ENDS]
-        known = list(dict.fromkeys(i for i in ends if i is not None))
+        known = _ENDS.intersection(token for token in tokens if isinstance(token, str))
+        if any(some <= known for some in _MESSAGES):
+            known.discard("<|end|>")
+        ends += [i for i, token in enumerate(tokens) if token in known]
+        found = list(dict.fromkeys(i for i in ends if i is not None))
         return {
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
             "bos_token_id": self._special("bos"),
-            "eos_token_id": known or None,
+            "eos_token_id": found or None,
             "pad_token_id": None,
         }
 
