@@ -10,9 +10,10 @@ from accel.compiler.load.added_tokens import with_added
 from accel.compiler.load.converted import converted, older_files
 from accel.compiler.load.gguf._file import GgufFile
 from accel.compiler.load.gguf._tokenizer import tokenizer_config, tokenizer_json
+from accel.compiler.load.ranked import ranked
 from accel.ir.errors import CaptureError
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
+from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig, declared
 
 
 def read_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -25,7 +26,8 @@ def read_tokenizer(tokenizer: Any) -> Tokenizer:
     if file.is_dir():
         folder, file = file, file / TOKENIZER
         if not file.is_file() and older_files(folder):
-            return _of_object(converted(folder))
+            found = ranked(folder)
+            return _of_object(converted(folder)) if found is None else _of_ranked(folder, *found)
     if not file.is_file():
         raise CaptureError(f"{file}: no tokenizer there; give a tokenizer.json or its directory")
     return of_file(file)
@@ -39,6 +41,14 @@ def of_file(file: Path) -> Tokenizer:
         return found if data is found.json else Tokenizer(data, found.config)
     except ValueError as error:
         raise CaptureError(f"{error}; correct the file, or remove it") from error
+
+
+def _of_ranked(folder: Path, text: str, special: dict[str, Any]) -> Tokenizer:
+    """A tokenizer.json that was made of a folder's files, with what tokenizer_config.json tells besides."""
+    try:
+        return Tokenizer(text.encode(), TokenizerConfig.of({**special, **declared(folder)}))
+    except ValueError as error:
+        raise CaptureError(f"{folder}: {error}; correct the file, or remove it") from error
 
 
 def of_gguf(file: GgufFile) -> Tokenizer | None:
