@@ -310,10 +310,14 @@ MODELS = {
     "seed_oss": Model("seed_oss", "SeedOssConfig", {**SIZES, "head_dim": 16}),
     "ernie4_5": Model("ernie4_5", "Ernie4_5Config", {**SIZES, "head_dim": 16}),
     "exaone4": Model(
+        "exaone4", "Exaone4Config",
+        {**SIZES, "sliding_window": None, "layer_types": ["full_attention"] * 2, "sliding_window_pattern": 4},
+    ),
+    "exaone4-windows": Model(
         "exaone4", "Exaone4Config", {**SMALL, "sliding_window": 8, "sliding_window_pattern": 4},
         {**WINDOW, "attention.sliding_window_pattern": [True, True, True, False] * 16},
     ),
-    "starcoder2": Model("starcoder2", "Starcoder2Config", SIZES, near=1e-3),
+    "starcoder2": Model("starcoder2", "Starcoder2Config", FOUR, near=1e-3),
     "hunyuan-dense": Model("hunyuan-dense", "HunYuanDenseV1Config", {**SIZES, "head_dim": 16}),
     "falcon-h1": Model("falcon-h1", "FalconH1Config", {**SIZES, **MAMBA, "mamba_d_ssm": 128, "head_dim": 16}, SSM),
 }  # fmt: skip

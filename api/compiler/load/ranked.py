@@ -139,7 +139,7 @@ def _tiktoken(file: Path) -> tuple[str, dict[str, Any]]:
 def _kind(file: Path) -> _Kind:
     """By the file's name, or else by the type of the model."""
     config = _read(file.parent / "config.json")
-    told = (file.stem.lower(), str(config.get("model_type", "")))
+    told: tuple[str, ...] = (file.stem.lower(), str(config.get("model_type", "")))
     if (file.parent / "params.json").is_file():
         told = (*told, "llama")  # as Meta publishes its models
     for name in told:

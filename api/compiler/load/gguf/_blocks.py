@@ -67,7 +67,8 @@ def in_turn(name: str, first: GgufTensor, second: GgufTensor, pages: Pages) -> S
 
 
 def _alternating(value: Tensor) -> Tensor:
-    return value.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+    found: Tensor = value.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+    return found
 
 
 def _alternating_pieces(form: Form, raws: Sequence[Tensor], columns: int) -> Iterator[Codes]:

@@ -88,7 +88,8 @@ def _iq3_s(b: Tensor) -> Tensor:
 def _iq1_s(b: Tensor) -> Tensor:
     """Eighths: the numbers are -1, 0 and 1, and an eighth more or less."""
     three = b[..., 34:].unflatten(2, (-1, 2))[..., 1] >> 4 & 7
-    return half(b[..., :2]) * (2 * three + 1) / 8
+    found: Tensor = half(b[..., :2]) * (2 * three + 1) / 8
+    return found
 
 
 def _iq1_m(b: Tensor) -> Tensor:
@@ -98,7 +99,8 @@ def _iq1_m(b: Tensor) -> Tensor:
     parts = words >> 12 << torch.arange(0, 16, 4, dtype=torch.int32)
     factor = parts.sum(-1, keepdim=True).to(torch.int16).view(torch.float16).float()
     three = words.unsqueeze(-1) >> torch.arange(0, 12, 3, dtype=torch.int32) & 7
-    return factor * (2 * three.flatten(2) + 1) / 8
+    found: Tensor = factor * (2 * three.flatten(2) + 1) / 8
+    return found
 
 
 GRIDS = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accel.compiler.load.gguf._metadata import Metadata
-from accel.ir.weights import Stored
+from accel.ir.weights import Change, Stored
 
 MAMBA = {
     "ssm_in": "mamba.in_proj", "ssm_out": "mamba.out_proj", "ssm_conv1d": "mamba.conv1d", "ssm_norm": "mamba.norm",
@@ -34,7 +35,11 @@ def mamba(metadata: Metadata, hidden: int) -> dict[str, Any]:
 
 def mamba_weight(kind: str, weight: Stored) -> Stored:
     """A weight of such a layer as transformers has it: a file has -exp of A_log, and other axes."""
-    changes = {"ssm_a": log_decay, "ssm_d": Tensor.flatten, "ssm_norm": Tensor.flatten}
+    changes: dict[str, Change] = {
+        "ssm_a": log_decay,
+        "ssm_d": torch.flatten,
+        "ssm_norm": torch.flatten,
+    }
     if kind in changes:
         return weight.changed(changes[kind])
     return weight.changed(between) if kind == "ssm_conv1d" and weight.blank.dim() == 2 else weight

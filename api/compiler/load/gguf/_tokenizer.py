@@ -7,10 +7,8 @@ from typing import Any
 
 from accel.compiler.load.gguf._file import GgufFile
 from accel.compiler.load.gguf._splits import BEGUN, WHOLE, patterns
+from accel.compiler.load.pieces import CONTROL, OWN, SPACE, UNKNOWN, by_scores
 from accel.ir.errors import CaptureError
-
-_UNKNOWN, _CONTROL, _OWN, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
-_SPACE = "▁"
 
 
 def tokenizer_json(file: GgufFile) -> str | None:
@@ -111,7 +109,7 @@ def _by_letters(file: GgufFile) -> Any:
 
     vocabulary = {token: i for i, token in enumerate(_tokens(file))}
     unknown = next(
-        (t for t, kind in zip(vocabulary, _types(file), strict=False) if kind == _UNKNOWN), None
+        (t for t, kind in zip(vocabulary, _types(file), strict=False) if kind == UNKNOWN), None
     )
     tokenizer = Tokenizer(
         models.BPE(
@@ -122,9 +120,9 @@ def _by_letters(file: GgufFile) -> Any:
             byte_fallback=True,
         )
     )
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
@@ -135,41 +133,19 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _by_scores(file: GgufFile) -> Any:
-    """SentencePiece's BPE: of two neighbours those are joined first whose token has the highest score."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    tokens, types = _tokens(file), _types(file)
-    scores = _list(file, "scores", (int, float))
+    """SentencePiece's BPE."""
+    tokens, scores = _tokens(file), _list(file, "scores", (int, float))
     if len(scores) < len(tokens):
         raise _other(file, f"it has {len(scores)} scores for {len(tokens)} tokens")
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    joined = [i for i, kind in enumerate(types) if kind not in (_UNKNOWN, _CONTROL, _BYTE)]
-    joined.sort(key=lambda i: -scores[i])
-    merges = [
-        (token[:at], token[at:])
-        for token in map(tokens.__getitem__, joined)
-        for at in range(1, len(token))
-        if token[:at] in vocabulary and token[at:] in vocabulary
-    ]
-    unknown = next((tokens[i] for i, kind in enumerate(types) if kind == _UNKNOWN), None)
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
-    prefix = file.fields.get("tokenizer.ggml.add_space_prefix", True)
-    spaces = normalizers.Replace(" ", _SPACE)
-    before = [normalizers.Prepend(_SPACE)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*before, spaces])
-    after = [decoders.Strip(" ", 1, 0)] if prefix else []
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
-    tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer
+    prefix = bool(file.fields.get("tokenizer.ggml.add_space_prefix", True))
+    return by_scores(tokens, _types(file), scores, prefix)
 
 
 def _added(file: GgufFile) -> list[Any]:
     """The tokens that are found in a text before it is split."""
     from tokenizers import AddedToken
 
-    special = {_UNKNOWN: True, _CONTROL: True, _OWN: False}
+    special = {UNKNOWN: True, CONTROL: True, OWN: False}
     pairs = zip(_tokens(file), _types(file), strict=True)
     name = str(file.fields.get("general.name", "")).lower()
     eager = "phi-3" in name or "phi3" in name  # the spaces behind its marks are part of them

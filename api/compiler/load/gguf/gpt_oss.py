@@ -67,4 +67,5 @@ class GptOss(Base):
 
 def _taken_in_turn(value: Tensor) -> Tensor:
     """The biases of all gates and then of all ups, [2X,N] -> [X,2N], a gate and an up in turn."""
-    return value.unflatten(0, (2, -1)).permute(1, 2, 0).flatten(1)
+    found: Tensor = value.unflatten(0, (2, -1)).permute(1, 2, 0).flatten(1)
+    return found
