@@ -5,14 +5,13 @@ Its file is one message of Protocol Buffers, whose few fields that count are rea
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from accel.compiler.load.gguf._scores import CONTROL, OWN, UNKNOWN, by_scores
 from accel.ir.errors import CaptureError
 
-UNKNOWN, CONTROL, OWN, BYTE = 2, 3, 4, 6  # types of a piece; 1 is a plain one
-SPACE = "▁"
 _BPE = 2  # of model_type
 _FIELDS = {
     "unk": 40,
@@ -83,35 +82,6 @@ def _converted(data: bytes, config: dict[str, Any]) -> tuple[str, dict[str, Any]
             special_tokens=[(token, tokens.index(token)) for token in put.values()],
         )
     return str(tokenizer.to_str()), {f"{key}_token": token for key, token in special.items()}
-
-
-def by_scores(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], prefix: bool
-) -> Any:
-    """A `tokenizers.Tokenizer` of pieces with types and scores. prefix: a space is put before a text."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    joined = [i for i, kind in enumerate(types) if kind not in (UNKNOWN, CONTROL, BYTE)]
-    joined.sort(key=lambda i: -scores[i])
-    merges = [
-        (token[:at], token[at:])
-        for token in map(tokens.__getitem__, joined)
-        for at in range(1, len(token))
-        if token[:at] in vocabulary and token[at:] in vocabulary
-    ]
-    unknown = next((tokens[i] for i, kind in enumerate(types) if kind == UNKNOWN), None)
-    falls = BYTE in types
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=falls)
-    )
-    spaces = normalizers.Replace(" ", SPACE)
-    before = [normalizers.Prepend(SPACE)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*before, spaces])
-    after = [decoders.Strip(" ", 1, 0)] if prefix else []
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
-    tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer
 
 
 def _message(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -185,7 +185,7 @@ class Metadata:
             raise self.wrong(f"{key} is {shown(value)}, not a number for each layer")
         return [float(v) for v in value[: self.depth()]]
 
-    def one(self, key: str) -> int:
+    def sole_count(self, key: str) -> int:
         """The number that is above 0 in `layered`, the same in all layers that have one."""
         found = sorted(set(self.layered(key)) - {0})
         if len(found) != 1:

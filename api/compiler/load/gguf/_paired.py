@@ -22,7 +22,7 @@ class Paired(Base):
             return super().weight(kind, name, tensor)
         heads = self.metadata.count("attention.head_count")
         if kind == "attn_k":
-            heads = self.metadata.one("attention.head_count_kv")
+            heads = self.metadata.sole_count("attention.head_count_kv")
         rows = tensor.shape[0]
         if rows % (2 * heads):
             raise self.metadata.wrong(f"{name} is {list(tensor.shape)} for {heads} heads")

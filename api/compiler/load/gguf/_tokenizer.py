@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel.compiler.load.gguf._file import GgufFile
+from accel.compiler.load.gguf._scores import CONTROL, OWN, SPACE, UNKNOWN, by_scores
 from accel.compiler.load.gguf._splits import BEGUN, WHOLE, patterns
-from accel.compiler.load.pieces import CONTROL, OWN, SPACE, UNKNOWN, by_scores
 from accel.ir.errors import CaptureError
 
 

@@ -31,7 +31,9 @@ class GraniteHybrid(Granite):
     def config(self) -> dict[str, Any]:
         metadata = self.metadata
         kinds = ["attention" if n else "mamba" for n in metadata.layered("attention.head_count_kv")]
-        config = metadata.decoder(self.model_type, groups=metadata.one("attention.head_count_kv"))
+        config = metadata.decoder(
+            self.model_type, groups=metadata.sole_count("attention.head_count_kv")
+        )
         experts = metadata.number("expert_count", 0) > 0
         count, used = metadata.experts_used() if experts else (0, 0)
         shared = metadata.count("expert_shared_feed_forward_length", config["intermediate_size"])

@@ -32,7 +32,9 @@ class Lfm2(Base):
         if metadata.has("attention.sliding_window"):
             raise metadata.wrong("it has windows, which the model of transformers has not")
         heads = metadata.layered("attention.head_count_kv")
-        config = metadata.decoder(self.model_type, groups=metadata.one("attention.head_count_kv"))
+        config = metadata.decoder(
+            self.model_type, groups=metadata.sole_count("attention.head_count_kv")
+        )
         return {
             **config,
             "norm_eps": config.pop("rms_norm_eps"),
