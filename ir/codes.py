@@ -173,7 +173,7 @@ def codes_of(stored: Stored) -> Codes | None:
 
 
 def expert_codes(stored: Stored) -> list[Codes] | None:
-    """The codes of each expert of a weight [X,N,K] as it lies; none where some expert has none."""
+    """The codes of each expert [N,K] of a weight as it lies; none where some expert has none."""
     if not isinstance(stored, Experts) or stored.changes:
         return None
     found = [codes_of(expert) for expert in stored.experts]

@@ -183,14 +183,17 @@ class Stacked(Stored):
 
 @dataclass(frozen=True, eq=False)
 class Experts(Stored):
-    """Weights [N,K] side by side, as [X,N,K]; `source` only shows the shape."""
+    """Weights [N,K] side by side, as [X,N,K], or [X,K,N] where they are `turned`; `source` only shows the shape."""
 
     experts: tuple[Stored, ...] = ()
+    turned: bool = False
 
     @classmethod
-    def stack(cls, experts: Sequence[Stored]) -> Experts:
+    def stack(cls, experts: Sequence[Stored], turned: bool = False) -> Experts:
         """One weight of those of several experts."""
-        return cls(torch.stack([e.blank for e in experts]), experts=tuple(experts))
+        blank = torch.stack([e.blank for e in experts])
+        blank = blank.mT.contiguous() if turned else blank
+        return cls(blank, experts=tuple(experts), turned=turned)
 
     @classmethod
     def rows(cls, parts: Sequence[Experts]) -> Experts:
@@ -203,7 +206,7 @@ class Experts(Stored):
         """The stack; beside it only one expert is held."""
         stack = torch.empty(self.source.shape, dtype=self.source.dtype)
         for place, expert in zip(stack, self.experts, strict=True):
-            place.copy_(expert.read())
+            place.copy_(expert.read().t() if self.turned else expert.read())
         return stack
 
 

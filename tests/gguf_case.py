@@ -1,10 +1,13 @@
 """GGUF files, written with llama.cpp's package gguf: its names, its numbers, its own rounding."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+
+from .gguf_tensors import parts
 
 gguf = pytest.importorskip("gguf")
 Type = gguf.GGMLQuantizationType
@@ -13,8 +16,23 @@ TOKENS = torch.tensor([[3, 5, 9, 20, 41, 7, 60, 62, 1, 12, 17, 33]])
 SIZE = 320  # rows of an embedding; tokens that make a vocabulary as long are unused, as converters write them
 HALVES = {  # where the factors of a block lie, which are float16
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
-    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "TQ2_0": [64],
+    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "TQ2_0": [64], "TQ1_0": [52],
+    "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0], "IQ3_XXS": [0], "IQ3_S": [0], "IQ1_S": [0], "IQ1_M": [], "MXFP4": [],
+    "NVFP4": [],
 }  # fmt: skip
+FLOATS = (
+    "ffn_gate_inp",
+    "conv",
+    "ssm_a",
+    "ssm_d",
+    "norm",
+    "altup_",
+)  # tensors that llama.cpp never rounds
+BYTES = {
+    "MXFP4": [(0, 0, 120)],
+    "NVFP4": [(i, 127, 0) for i in range(4)],
+}  # which, their bits, and what is added
+BYTES["IQ1_M"] = [(55, 15, 32)]
 
 
 def blocks(kind, shape, size=0.02):
@@ -24,6 +42,8 @@ def blocks(kind, shape, size=0.02):
     for at in HALVES[kind]:
         factor = (0.5 + torch.rand(*raw.shape[:-1], 1)) * size
         raw[..., at : at + 2] = factor.half().view(torch.uint8)
+    for at, bits, more in BYTES.get(kind, ()):
+        raw[..., at] = (raw[..., at] & bits) + more
     return raw.flatten(-2).numpy()
 
 
@@ -31,47 +51,45 @@ def rounded(value, kind):
     """What of a weight the package's own rounding writes, or random blocks of a type that it does not round to."""
     if kind in ("F32", "F16"):
         return value.astype({"F32": np.float32, "F16": np.float16}[kind])
-    if kind.endswith("_K") or kind.startswith(("IQ", "TQ")):
+    if kind.endswith("_K") or kind.startswith(("IQ", "TQ", "NV")):
         return blocks(kind, value.shape, float(value.std()) / 60)
     return gguf.quants.quantize(value, Type[kind])
 
 
 def named(model, arch):
     """A model's tensors by the names of the file, as llama.cpp's converter changes them."""
-    config = model.config
+    config, stacks = model.config, {}
     kind = {name: a for a, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     for name, value in model.state_dict().items():
-        value = value.numpy()
         tied = config.tie_word_embeddings and name == "lm_head.weight"
         if tied or name.endswith((".attn.masked_bias", ".attn.bias")):
             continue
-        if name.endswith("experts.gate_up_proj"):
-            for part, half in zip(("gate", "up"), np.split(value, 2, 1), strict=True):
-                layer = name.split(".")[2]
-                yield f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(half)
+        if stack := re.fullmatch(r"model\.(altup_\w+)\.\d\.weight", name):
+            stacks.setdefault(stack[1], []).append(value)
             continue
-        if name.endswith("experts.down_proj"):
-            yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", value
-            continue
-        heads = {"q_proj": config.num_attention_heads}
-        heads["k_proj"] = getattr(config, "num_key_value_heads", 0)
-        rows = heads.get(name.split(".")[-2])
-        if rows and arch == "llama":  # its rotary pairs are neighbours, not halves
-            value = value.reshape(rows, 2, -1, *value.shape[1:]).swapaxes(1, 2)
-            value = value.reshape(-1, *value.shape[3:])
-        if arch == "gpt2" and ".h." in name and value.ndim == 2:
-            value = value.T
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
-            value = value + 1
-        if name.endswith("shared_expert_gate.weight"):
-            value = value[0]
-        own = names.get_name(
-            name.replace("mlp.gate.", "block_sparse_moe.gate."), (".weight", ".bias")
-        )
-        own = own or names.get_name(name, (".weight", ".bias"))
-        assert own, name
-        yield own, np.ascontiguousarray(value)
+        for part, changed in parts(name, value, config, arch):
+            yield (
+                part if part.startswith("blk.") else _own(names, part),
+                changed.contiguous().numpy(),
+            )
+    for name, values in stacks.items():
+        yield _own(names, f"model.{name}.weight"), torch.stack(values).numpy()
+
+
+def _own(names, name):
+    """The name in a file of a parameter of transformers."""
+    for other in (name, name.replace("mlp.gate.", "block_sparse_moe.gate.")):
+        if own := names.get_name(other, (".weight", ".bias")):
+            return own
+    raise AssertionError(name)
+
+
+def metadata(arch, told):
+    """`more` for `write` of an architecture's keys, each of the type of its value."""
+    kinds = gguf.GGUFValueType
+    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+    return [(f"{arch}.{key}", value, types.get(type(value))) for key, value in told.items()]
 
 
 def write(model, arch, path, kind="F32", more=(), tensors=(), big=False, others=()):
@@ -95,9 +113,11 @@ def write(model, arch, path, kind="F32", more=(), tensors=(), big=False, others=
         "attention.value_length": head,
     }  # fmt: skip
     fields = {f"{arch}.{key}": (value, kinds.UINT32) for key, value in told.items()}
-    epsilon = "rms_" if hasattr(config, "rms_norm_eps") else ""
-    eps = getattr(config, "rms_norm_eps", 1e-5)
-    fields[f"{arch}.attention.layer_norm_{epsilon}epsilon"] = (eps, kinds.FLOAT32)
+    names = {"rms_norm_eps": "rms_", "norm_eps": "rms_", "layer_norm_eps": "", "norm_epsilon": ""}
+    names["layer_norm_epsilon"] = ""
+    eps = next(name for name in names if hasattr(config, name))
+    key = f"{arch}.attention.layer_norm_{names[eps]}epsilon"
+    fields[key] = (getattr(config, eps), kinds.FLOAT32)
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("full_attention", rope).get("rope_theta", 10000.0)
     fields[f"{arch}.rope.freq_base"] = (theta, kinds.FLOAT32)
@@ -108,7 +128,9 @@ def write(model, arch, path, kind="F32", more=(), tensors=(), big=False, others=
             writer.add_key_value(key, value, form)
     for name, value in [*named(model, arch), *tensors]:
         mine = next((other for part, other in others if part in name), kind)
-        one = "F32" if value.ndim == 1 or "ffn_gate_inp" in name else mine
+        small = value.ndim == 1 or name.endswith(".bias") or any(part in name for part in FLOATS)
+        block, _ = gguf.GGML_QUANT_SIZES[Type[mine]]
+        one = "F32" if small or value.shape[-1] % block else mine
         writer.add_tensor(name, rounded(value, one), raw_dtype=Type[one])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -171,4 +193,25 @@ def spm():
         ("tokenizer.ggml.token_type", [*types, 3, *[5] * len(unused)], None),
         ("tokenizer.ggml.bos_token_id", 1, kinds.UINT32),
         ("tokenizer.ggml.eos_token_id", 2, kinds.UINT32),
+    ]
+
+
+def letters():
+    """Metadata of BPE over letters, with tokens of bytes, as Gemma 4's."""
+    kinds = gguf.GGUFValueType
+    alphabet = [chr(ord("a") + i) for i in range(26)] + ["▁", "\n"]
+    pairs = [("t", "h"), ("th", "e"), ("▁", "the"), ("r", "e"), ("i", "n"), ("\n", "\n")]
+    tokens = ["<unk>", "<bos>", "<eos>", *(f"<0x{i:02X}>" for i in range(256)), *alphabet]
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(alphabet) + len(pairs))
+    tokens += [a + b for a, b in pairs]
+    unused = [f"[PAD{i}]" for i in range(SIZE - len(tokens))]
+    return [
+        ("tokenizer.ggml.model", "gemma4", kinds.STRING),
+        ("tokenizer.ggml.tokens", [*tokens, *unused], None),
+        ("tokenizer.ggml.scores", [0.0] * SIZE, None),
+        ("tokenizer.ggml.merges", [" ".join(pair) for pair in pairs], None),
+        ("tokenizer.ggml.token_type", [*types, *[5] * len(unused)], None),
+        ("tokenizer.ggml.bos_token_id", 1, kinds.UINT32),
+        ("tokenizer.ggml.eos_token_id", 2, kinds.UINT32),
+        ("tokenizer.ggml.add_bos_token", True, kinds.BOOL),
     ]

@@ -17,7 +17,7 @@ import accel
 from accel import cli
 from accel.compiler.explain import explain
 from accel.compiler.load import gguf as own
-from accel.compiler.load.gguf import _blocks, llama
+from accel.compiler.load.gguf import _blocks, _paired
 from accel.compiler.load.gguf._file import GgufTensor, read_gguf
 from accel.compiler.load.source import Gguf, open_source
 from accel.ir.codes import Coded
@@ -158,9 +158,7 @@ def test_the_numbers_are_llama_cpps(kind):
     found = _blocks.stored("x", tensor, Pages(), rows)
     want = gguf.quants.dequantize(raw, Type[kind])[rows.numpy()]
     assert np.array_equal(found.read().numpy(), want)
-    assert (
-        isinstance(found, Coded) == (kind in _blocks.FORMS) == (not kind.startswith(("IQ", "TQ")))
-    )
+    assert isinstance(found, Coded) and int(found.codes().q.max()) < 2 ** found.codes().bits
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -174,7 +172,7 @@ def test_an_architecture(name, tmp_path):
 
 
 def test_rows_of_llamas_queries_are_put_back(plain, model, monkeypatch):
-    monkeypatch.setattr(llama, "paired", lambda rows, heads: torch.arange(rows))
+    monkeypatch.setattr(_paired, "paired", lambda rows, heads: torch.arange(rows))
     loaded = open_source(plain).load()
     wanted = logits(model)
     assert (logits(loaded.model, loaded.stored) - wanted).abs().max() > 0.01 * wanted.abs().max()
@@ -224,6 +222,23 @@ def test_an_artifact(kind, model, tmp_path):
     scales = coded // 32 * 4
     total = coded * bits // 8 + scales * (1 + offsets)
     assert report["weights"]["bytes"] == total
+
+
+@pytest.mark.few(1)
+def test_numbers_of_a_table_stay_codes(model, tmp_path):
+    """Of 5 bits, which hold every number of the format."""
+    path = write(model, "llama", tmp_path / "m.gguf", "MXFP4")
+    loaded = open_source(path).load()
+    wanted = logits(loaded.model, loaded.stored)
+    with accel.optimize(path, "base", max_context=32) as compiled:
+        report = compiled.report
+        with compiled.session() as session:
+            found = torch.from_numpy(session.run(TOKENS.numpy()))
+    assert not any("float32" in note for note in report["notes"])
+    (kept,) = [step for step in report["steps"] if step["name"] == "Kept"]
+    assert not kept["refused"]
+    assert 5 < report["weights"]["bits_per_weight"] < 7
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 0.1
 
 
 @pytest.mark.long

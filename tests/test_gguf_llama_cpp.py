@@ -11,7 +11,7 @@ import accel
 from accel.compiler.load.source import open_source
 from accel.ir.weights import reading
 
-from .gguf_case import SIZE, bpe, spm, write
+from .gguf_case import SIZE, bpe, letters, spm, write
 
 lib = pytest.importorskip("llama_cpp")
 
@@ -25,7 +25,9 @@ SIZES = {
 TEXTS = (
     "the theory of the thing", "  two  spaces\n\n\nlines \t tabs", "I've don't WE'LL 'tis 12345 3.14 1,000,000",
     "naïve über 東京タワー 🙂🙂", "<|im_start|>the\nhi<|im_end|>\n", "a_b=c+d; print('x') // ...", "", "   ", "\r\n x",
-    "<s>the</s> in", "camelCaseHTTPServer ÀÉÎ", "e\u0301 \u00a0 \u3000wide", "there in<|end|>  the re",
+    "<s>the</s> in", "a\n\n\nthe\n re",
+    "ひらがなカタカナ漢字 한글 ไทย हिन्दी مرحبا",
+    "camelCaseHTTPServer ÀÉÎ", "e\u0301 \u00a0 \u3000wide", "there in<|end|>  the re",
 )  # fmt: skip
 
 
@@ -82,12 +84,44 @@ def test_logits_are_llama_cpps(kind, whole, tmp_path):
         assert torch.equal(found.argmax(-1)[clear], wanted.argmax(-1)[clear])
 
 
-PRES = ["llama-bpe", "qwen2", "gpt-2", "smollm", "tekken", "gpt-4o", "deepseek-coder", "default"]
+ENDS = {
+    "harmony": ["<|start|>", "<|end|>", "<|return|>", "<|call|>"],
+    "messages": ["<|end|>", "<|user|>", "<|endoftext|>"],
+    "turns": ["<turn|>", "<|turn>", "<end_of_turn>"],
+    "others": [
+        "[EOT]",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<|eot_id|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<|end|>",
+    ],
+}
 
 
-@pytest.mark.parametrize("pre", [*PRES, "scores"])
+@pytest.mark.parametrize("name", ENDS)
+def test_an_answer_ends_where_llama_cpp_ends_it(name, tmp_path):
+    model = hf.LlamaForCausalLM(
+        hf.LlamaConfig(**{**SIZES, "hidden_size": 32, "num_hidden_layers": 1})
+    )
+    more = {key: (key, value, form) for key, value, form in bpe()}
+    tokens, types = more["tokenizer.ggml.tokens"][1], more["tokenizer.ggml.token_type"][1]
+    tokens[-len(ENDS[name]) :], types[-len(ENDS[name]) :] = ENDS[name], [3] * len(ENDS[name])
+    path = write(model, "llama", tmp_path / "m.gguf", more=more.values())
+    peer, config = Peer(path), open_source(path).config()
+    wanted = [i for i in range(SIZE) if lib.llama_vocab_is_eog(peer.vocabulary, i)]
+    assert sorted(config.eos_token_id) == wanted
+
+
+PRES = [
+    "llama-bpe", "qwen2", "gpt-2", "smollm", "tekken", "gpt-4o", "deepseek-coder", "default", "glm4", "qwen35",
+    "seed-coder", "bailingmoe", "deepseek-llm", "deepseek-v3", "falcon", "dbrx",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", [*PRES, "scores", "letters"])
 def test_text_is_split_as_llama_cpp_splits_it(pre, tmp_path):
-    more = spm() if pre == "scores" else bpe(pre)
+    more = {"scores": spm, "letters": letters}.get(pre, lambda: bpe(pre))()
     count = next(len(value) for key, value, _ in more if key.endswith(".tokens"))
     sizes = {**SIZES, "vocab_size": count, "hidden_size": 32, "num_hidden_layers": 1}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes))

@@ -275,6 +275,9 @@ def test_experts_of_gpt_oss(tmp_path):
     want = logits(floats_of(model, floats))
     got = logits(loaded.model, loaded.stored)
     assert torch.allclose(got, want, atol=1e-5 * float(want.abs().max()))
+    with accel.optimize(tmp_path, "base", max_context=64) as compiled:
+        (kept,) = [step for step in compiled.report["steps"] if step["name"] == "Kept"]
+    assert kept["changed"] == 2 and not kept["refused"]
 
 
 # What is not read

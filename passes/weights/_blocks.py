@@ -258,7 +258,7 @@ def encode(blocks: Tensor, scales: Tensor, offsets: Tensor, bits: int) -> Tensor
     return (blocks / scales + offsets).round().clamp(0, 2**bits - 1).to(torch.uint8)
 
 
-def _turned(experts: Tensor) -> Tensor:
+def as_rows(experts: Tensor) -> Tensor:
     """[X,K,N] -> [X,N,K]."""
     return experts.mT
 
@@ -279,7 +279,7 @@ def insert(
     stem = packed.name_of(site)
     if weight is None:
         stored = program.params.stored(site.name)
-        weight = stored.changed(_turned) if site.transposed else stored
+        weight = stored.changed(as_rows) if site.transposed else stored
     program.params.origins[stem] = Origin(weight, off)
     names = {"q": stem, **{part: packed.name_of(site, part) for part in ("scales", "zeros")}}
     program.params[names["scales"]] = scales or stored_scales(program.params, packed)

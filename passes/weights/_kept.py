@@ -14,7 +14,7 @@ from accel.ir.codes import Codes, codes_of, expert_codes, holds_codes
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import pack, pack_blocks, zero_bits
 from accel.ir.program import Editor, Program
-from accel.ir.weights import Offsets, Stored, Weights
+from accel.ir.weights import Experts, Offsets, Stored, Weights
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import forget_unused
 from accel.passes.weights import Base
@@ -23,6 +23,7 @@ from accel.passes.weights._blocks import (
     OFFSETS,
     Packed,
     Site,
+    as_rows,
     factored,
     insert,
     narrowed,
@@ -63,7 +64,8 @@ class Kept(Base):
         for site in found:
             stored, order = program.params.stored(site.name), None
             lies, experts = codes_of(stored), expert_codes(stored)
-            if experts is not None and not site.transposed:
+            turned = isinstance(stored, Experts) and stored.turned
+            if experts is not None and site.transposed == turned:
                 packed = _experts(experts)
             elif lies is not None:
                 codes = lies if lies.offsets is None else _centred(lies)
@@ -76,7 +78,7 @@ class Kept(Base):
             if isinstance(packed, str):
                 report.refused.append(f"{site.name}: {packed}")
                 continue
-            origin = stored
+            origin = stored.changed(as_rows) if site.transposed else stored
             if order is not None:
                 _gather(program, site, order)
                 origin = origin.changed(partial(_in_order, order=order))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.compiler.load.checkpoint import Loaded, load_streamed, load_whole, stored_tensors
-from accel.compiler.load.config import auto_class, quantisation, read_config, refuse
+from accel.compiler.load.config import auto_class, check_type, quantisation, read_config, refuse
 from accel.compiler.load.converted import older_files
 from accel.compiler.load.gguf import GgufModel, open_gguf
 from accel.compiler.load.gguf._file import GgufFile, is_gguf, read_gguf
@@ -214,7 +214,9 @@ class Gguf(Source):
     def config(self, trust_remote_code: bool = False) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.for_model(**self.model.config)
+        told = self.model.config
+        check_type(told["model_type"], f"{self.path} ({self.file.fields['general.architecture']})")
+        return AutoConfig.for_model(**told)
 
     @property
     def vocab_size(self) -> int | None:

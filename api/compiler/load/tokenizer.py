@@ -10,9 +10,11 @@ from accel.compiler.load.added_tokens import with_added
 from accel.compiler.load.converted import converted, older_files
 from accel.compiler.load.gguf._file import GgufFile
 from accel.compiler.load.gguf._tokenizer import tokenizer_config, tokenizer_json
+from accel.compiler.load.pieces import pieces
+from accel.compiler.load.ranked import ranked
 from accel.ir.errors import CaptureError
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
+from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig, declared
 
 
 def read_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -25,7 +27,8 @@ def read_tokenizer(tokenizer: Any) -> Tokenizer:
     if file.is_dir():
         folder, file = file, file / TOKENIZER
         if not file.is_file() and older_files(folder):
-            return _of_object(converted(folder))
+            found = ranked(folder) or pieces(folder, _declared(folder))
+            return _of_object(converted(folder)) if found is None else _made(folder, *found)
     if not file.is_file():
         raise CaptureError(f"{file}: no tokenizer there; give a tokenizer.json or its directory")
     return of_file(file)
@@ -39,6 +42,23 @@ def of_file(file: Path) -> Tokenizer:
         return found if data is found.json else Tokenizer(data, found.config)
     except ValueError as error:
         raise CaptureError(f"{error}; correct the file, or remove it") from error
+
+
+def _declared(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json tells. Raises CaptureError."""
+    try:
+        return declared(folder)
+    except ValueError as error:
+        raise CaptureError(f"{error}; correct the file, or remove it") from error
+
+
+def _made(folder: Path, text: str, special: dict[str, Any]) -> Tokenizer:
+    """A tokenizer.json that was made of a folder's files, with tokens and templates that those beside it tell of."""
+    config = {**special, **_declared(folder)}
+    try:
+        return Tokenizer(with_added(text.encode(), folder), TokenizerConfig.of(config))
+    except ValueError as error:
+        raise CaptureError(f"{folder}: {error}; correct the file, or remove it") from error
 
 
 def of_gguf(file: GgufFile) -> Tokenizer | None:

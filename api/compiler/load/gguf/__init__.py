@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from accel.compiler.load.gguf._blocks import Unread, stored
 from accel.compiler.load.gguf._file import GgufFile, GgufTensor, plain
@@ -15,7 +16,7 @@ from accel.compiler.load.gguf._metadata import Metadata
 from accel.ir.axis import Axis
 from accel.ir.codes import Coded, Made
 from accel.ir.errors import CaptureError, unknown
-from accel.ir.weights import Stored
+from accel.ir.weights import Experts, Stacked, Stored
 
 ARCHITECTURES = Axis("GGUF", __name__)
 FACTORS = "rope_freqs.weight"  # of Llama 3.1: what the rotary frequencies are divided by
@@ -27,16 +28,23 @@ LAYER = {
 }  # fmt: skip
 
 
+# beginnings of the names of what reads images and sounds, which some tools put into the file of the model
+_OTHER_INPUTS = ("v.", "a.", "mm.")
+
+
 @dataclass(frozen=True)
 class Modules:
-    """Modules of the file -> of the model. `layer`: of a layer, which the model has in `layers`; `experts`: of its
-    experts, {} standing for the expert. What is not in them is refused.
+    """Modules of the file -> of the model, or tensors of the file -> parameters of the model where a name has a last
+    part besides `weight` and `bias`. `layer`: of a layer, which the model has in `layers`; `experts`: of its experts,
+    {} standing for the expert; `joined`: several tensors of a layer, all of which it has or none -> the parameter
+    that is made of them. What is not in them is refused.
     """
 
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
     experts: Mapping[str, str] = field(default_factory=dict)
     top: Mapping[str, str] = field(default_factory=lambda: TOP)
     layers: str = "model.layers"
+    joined: Mapping[tuple[str, ...], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Base:
 
     model_type: ClassVar[str]
     modules: ClassVar[Modules] = Modules()
-    read_apart: ClassVar[tuple[str, ...]] = ()  # tensors that are no weights
+    read_apart: ClassVar[tuple[str, ...]] = (FACTORS,)  # tensors that are no weights
 
     def config(self) -> dict[str, Any]:
         """As transformers' config.json would have it. Raises CaptureError where the metadata lacks something."""
@@ -56,36 +64,78 @@ class Base:
     def weights(self) -> dict[str, Stored]:
         """The model's parameters by name. Raises CaptureError for a tensor that the model has no place for."""
         found: dict[str, Stored] = {}
-        metadata, modules = self.metadata, self.modules
+        pieces: dict[str, dict[str, GgufTensor]] = {}
+        metadata, modules, apart = self.metadata, self.modules, {*self.left_out(), *self.read_apart}
         self._check_experts()
+        joined = {own for parts in modules.joined for own in parts}
         for name, tensor in metadata.file.tensors.items():
-            if name in self.read_apart:
+            if name in apart:
                 continue
-            module, _, last = name.rpartition(".")
-            layer, kind = "", module
-            if module.startswith("blk.") and module.count(".") > 1:
-                _, layer, kind = module.split(".", 2)
+            layer, own = _of_layer(name)
+            kind, _, last = own.rpartition(".")
             place = f"{modules.layers}.{layer}." if layer else ""
             table = modules.layer if layer else modules.top
-            if layer and kind in modules.experts and last == "weight" and len(tensor.shape) == 3:
-                if tensor.shape[0] != (count := metadata.count("expert_count")):
-                    raise metadata.wrong(
-                        f"{name} is {list(tensor.shape)}, and expert_count {count}"
-                    )
-                for i, part in enumerate(_slices(tensor)):
-                    own = f"{place}{modules.experts[kind].format(i)}.{last}"
-                    found[own] = stored(name, part, metadata.file.pages)
+            if layer and own in joined:
+                pieces.setdefault(layer, {})[own] = tensor
+            elif kind in modules.experts and last == "weight" and len(tensor.shape) == 3:
+                for i, part in enumerate(self.experts(name, tensor)):
+                    found[f"{place}{modules.experts[kind].format(i)}.{last}"] = part
+            elif own in table:
+                found[f"{place}{table[own]}"] = self.weight(own, name, tensor)
             elif kind in table and last in ("weight", "bias"):
                 found[f"{place}{table[kind]}.{last}"] = self.weight(kind, name, tensor)
             else:
                 raise metadata.wrong(
                     f"{plain(name)} has no place in a model of type {self.model_type}"
                 )
+        for layer, held in pieces.items():
+            for names, target in modules.joined.items():
+                if not held.keys() & set(names):
+                    continue
+                if lacks := [own for own in names if own not in held]:
+                    raise metadata.wrong(f"it lacks blk.{layer}.{lacks[0]}")
+                parts = {f"blk.{layer}.{own}": held[own] for own in names}
+                found[f"{modules.layers}.{layer}.{target}"] = self.join(target, parts)
         return found
 
     def weight(self, kind: str, name: str, tensor: GgufTensor) -> Stored:
         """A tensor of a module of the file as the model has it."""
         return stored(name, tensor, self.metadata.file.pages)
+
+    def experts(self, name: str, tensor: GgufTensor) -> list[Stored]:
+        """The weights [N,K] of the experts of a tensor [X,N,K]."""
+        if tensor.shape[0] != (count := self.metadata.count("expert_count")):
+            raise self.metadata.wrong(f"{name} is {list(tensor.shape)}, and expert_count {count}")
+        return [stored(name, part, self.metadata.file.pages) for part in slices(tensor)]
+
+    def join(self, target: str, parts: Mapping[str, GgufTensor]) -> Stored:
+        """A parameter of tensors by name: their rows, one below the other; of experts [X,N,K], those of each."""
+        if all(len(tensor.shape) == 3 for tensor in parts.values()):
+            return Experts.rows([Experts.stack(self.experts(n, t)) for n, t in parts.items()])
+        return self.below(parts.items())
+
+    def below(self, parts: Iterable[tuple[str, GgufTensor]]) -> Stored:
+        """The rows of tensors, one below the other."""
+        pages = self.metadata.file.pages
+        found = [stored(name, tensor, pages) for name, tensor in parts]
+        if len({part.blank.shape[1:] for part in found}) > 1:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in parts)
+            raise self.metadata.wrong(f"{shapes} are not of one width")
+        return Stacked.rows(found)
+
+    def divisors(self) -> Tensor | None:
+        """What the rotary frequencies are divided by, float32 [pairs]; None where the model has them as they are."""
+        held = FACTORS in self.metadata.file.tensors
+        return self.metadata.factors(FACTORS) if held else None
+
+    def left_out(self) -> list[str]:
+        """The tensors that are of another model than the language model: what reads images, and layers that draft."""
+        depth, found = self.metadata.depth(), list[str]()
+        for name in self.metadata.file.tensors:
+            layer, _ = _of_layer(name)
+            if name.startswith(_OTHER_INPUTS) or layer and int(layer) >= depth:
+                found.append(name)
+        return found
 
     def _check_experts(self) -> None:
         """That a layer has all parts of its experts, or none."""
@@ -96,10 +146,28 @@ class Base:
                 raise self.metadata.wrong(f"it lacks {lacks[0]}")
 
 
-def _slices(tensor: GgufTensor) -> Iterator[GgufTensor]:
+def _of_layer(name: str) -> tuple[str, str]:
+    """The number of a tensor's layer, and its name there: "blk.3.attn_q.weight" -> "3", "attn_q.weight"; "" of a
+    tensor of no layer.
+    """
+    if name.startswith("blk.") and name.count(".") > 1:
+        _, layer, own = name.split(".", 2)
+        return layer, own
+    return "", name
+
+
+def slices(tensor: GgufTensor) -> Iterator[GgufTensor]:
     """The matrices [N,K] of [X,N,K]."""
     for part in tensor.data.view(tensor.shape[0], -1):
         yield replace(tensor, shape=tensor.shape[1:], data=part)
+
+
+def runs(tensor: GgufTensor, counts: Sequence[int]) -> list[GgufTensor]:
+    """The rows of a tensor [N,...] in runs of so many, N in all."""
+    parts = tensor.data.view(tensor.shape[0], -1).split(list(counts))
+    return [
+        replace(tensor, shape=(len(part), *tensor.shape[1:]), data=part.flatten()) for part in parts
+    ]
 
 
 @dataclass(frozen=True)
@@ -121,11 +189,18 @@ class GgufModel:
             found = self.architecture.weights()
         except Unread as error:
             raise CaptureError(f"{self.file.path}: {error}") from None
-        few = [weight for weight in found.values() if isinstance(weight, (Coded, Made))]
+        few = [
+            part
+            for weight in found.values()
+            for part in _parts(weight)
+            if isinstance(part, (Coded, Made))
+        ]
         kinds = {t.kind for t in self.file.tensors.values()} - {"F32", "F16", "BF16", "F64"}
-        if not few:
-            return found, []
-        notes = [f"{len(few)} weights of the checkpoint are quantised ({', '.join(sorted(kinds))})"]
+        notes = [_said(left)] if (left := self.architecture.left_out()) else []
+        if few:
+            notes.append(
+                f"{len(few)} weights of the checkpoint are quantised ({', '.join(sorted(kinds))})"
+            )
         if floats := sum(isinstance(weight, Made) for weight in few):
             notes.append(
                 f"{floats} of them are computed in float32: accel has no integer codes for them"
@@ -134,13 +209,37 @@ class GgufModel:
 
     def adapt(self, model: torch.nn.Module) -> None:
         """Divide the rotary frequencies of a loaded model by the file's factors, where it has some."""
-        if FACTORS not in self.file.tensors:
+        if (factors := self.architecture.divisors()) is None:
             return
-        factors = self.architecture.metadata.factors(FACTORS)
         for name, buffer in model.named_buffers():
             if name.endswith("inv_freq"):
                 with torch.no_grad():
                     buffer.div_(factors)
+
+
+def _parts(weight: Stored) -> Iterator[Stored]:
+    """What of a weight lies in the file."""
+    inner = (*getattr(weight, "parts", ()), *getattr(weight, "experts", ()))
+    if not inner:
+        yield weight
+    for part in inner:
+        yield from _parts(part)
+
+
+def _said(names: Sequence[str]) -> str:
+    """Tensors that are left out, as a note."""
+    drafts = [name for name in names if name.startswith("blk.")]
+    others = [name for name in names if name not in set(drafts)]
+    kinds = {"layers that draft (nextn)": drafts, "what reads images or sounds": others}
+    told = [f"{len(some)} of {kind} ({some[0]}, …)" for kind, some in kinds.items() if some]
+    return f"left out of the file: {', '.join(told)}"
+
+
+# architectures of files that hold no language model -> what they are, and what to give
+_APART = {
+    "clip": "it is the part that reads images or sounds (mmproj); give the file of the language model beside it",
+    "adapter": "it is a LoRA adapter; give the model's file, and the adapter as peft saves it with --adapter",
+}
 
 
 def open_gguf(file: GgufFile) -> GgufModel:
@@ -149,6 +248,9 @@ def open_gguf(file: GgufFile) -> GgufModel:
     name = file.fields.get("general.architecture")
     if not isinstance(name, str):
         raise CaptureError(f"{path}: its metadata lacks general.architecture; convert it again")
+    kind = "adapter" if file.fields.get("general.type") == "adapter" else name
+    if kind in _APART:
+        raise CaptureError(f"{path}: {_APART[kind]}")
     if name.replace("_", "-") not in ARCHITECTURES.names():
         raise CaptureError(
             f"{path}: {unknown('GGUF architecture', name, ARCHITECTURES.names())}; give the Hugging Face checkpoint "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -15,9 +16,13 @@ from accel.ir.errors import CaptureError, shown
 
 # tokens that end an answer, which llama.cpp knows by their text
 _ENDS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>",
-    "_<EOT>", "<|end_of_text|>",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>",
+    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+    "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 }  # fmt: skip
+# tokens by which a message, and not the answer, ends with "<|end|>"
+_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|return|>", "<|calls|>"}, {"<|calls|>", "<|flush|>"})
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)")  # the name of a tensor of a layer
 
 
 @dataclass(frozen=True)
@@ -26,39 +31,73 @@ class Metadata:
 
     file: GgufFile
 
-    def decoder(self, model_type: str, rope: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The configuration of a decoder like Llama. rope: its `rope_parameters`; None: those of the metadata."""
-        heads, groups = self.heads()
-        width = self.width()
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if self.count(key, width) != width:
-                raise self.wrong(f"{key} is {self.count(key)} for heads of {width}")
+    def decoder(
+        self,
+        model_type: str,
+        rope: Mapping[str, Any] | None = None,
+        partial: bool = False,
+        groups: int | None = None,
+        middle: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """The configuration of a decoder like Llama. rope: its `rope_parameters`; None: those of the metadata.
+        partial: a part of a head's columns may be rotated. groups: heads of keys, where they are a list. middle:
+        columns within the MLP of each layer, where they are one.
+        """
+        heads, width = self.count("attention.head_count"), self.width()
+        groups = self.heads()[1] if groups is None else groups
+        if self.count("attention.value_length", width) != width:
+            raise self.wrong(
+                f"attention.value_length is {self.count('attention.value_length')} for heads of {width}"
+            )
+        rotated = self.rotated(partial)
+        rope = dict(self.rope() if rope is None else rope)
+        part = {"partial_rotary_factor": rotated / width} if rotated != width else {}
         hidden = self.count("embedding_length")
         return {
             "model_type": model_type,
             "vocab_size": self.vocabulary(),
             "hidden_size": hidden,
-            "intermediate_size": self.count("feed_forward_length", hidden),
+            "intermediate_size": list(middle)
+            if middle is not None
+            else self.count("feed_forward_length", hidden),
             "num_hidden_layers": self.depth(),
             "num_attention_heads": heads,
             "num_key_value_heads": groups,
             "head_dim": width,
             "max_position_embeddings": self.count("context_length"),
-            "rms_norm_eps": self.positive("attention.layer_norm_rms_epsilon"),
-            "rope_parameters": self.rope() if rope is None else rope,
+            "rope_parameters": {**rope, **part},
+            **part,
+            **self.epsilon(),
             **self.shared(),
         }
+
+    def epsilon(self) -> dict[str, float]:
+        """What is added to a variance, under the name of the kind of norm."""
+        if self.has("attention.layer_norm_epsilon"):
+            return {"layer_norm_eps": self.positive("attention.layer_norm_epsilon")}
+        return {"rms_norm_eps": self.positive("attention.layer_norm_rms_epsilon")}
+
+    def rotated(self, partial: bool = False) -> int:
+        """Columns of a head that are rotated; all of them unless `partial`."""
+        width = self.width()
+        count = self.count("rope.dimension_count", width)
+        if count % 2 or count > width or count != width and not partial:
+            raise self.wrong(f"rope.dimension_count is {count} for heads of {width}")
+        return count
 
     def shared(self) -> dict[str, Any]:
         """The part of a configuration that all models have: what ends a text, and whether the head is the embedding."""
         tokens = self._tokens()
         ends = [self._special(name) for name in ("eos", "eot", "eom")]
-        ends += [i for i, token in enumerate(tokens) if token in _ENDS]
-        known = list(dict.fromkeys(i for i in ends if i is not None))
+        known = _ENDS.intersection(token for token in tokens if isinstance(token, str))
+        if any(some <= known for some in _MESSAGES):
+            known.discard("<|end|>")
+        ends += [i for i, token in enumerate(tokens) if token in known]
+        found = list(dict.fromkeys(i for i in ends if i is not None))
         return {
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
             "bos_token_id": self._special("bos"),
-            "eos_token_id": known or None,
+            "eos_token_id": found or None,
             "pad_token_id": None,
         }
 
@@ -108,15 +147,57 @@ class Metadata:
         return count, used
 
     def depth(self) -> int:
-        """Layers, which must all be in the file."""
-        count = self.count("block_count")
+        """Layers of the model, which must all be in the file. Layers that only draft come behind them."""
+        count, drafts = self.count("block_count"), self.number("nextn_predict_layers", 0)
+        if not 0 <= drafts < count:
+            raise self.wrong(f"nextn_predict_layers is {drafts:g} of {count} layers")
         names = [name for name in self.file.tensors if name.startswith("blk.")]
-        if short := next((name for name in names if name.count(".") < 3), None):
+        if short := next((name for name in names if not _LAYER.fullmatch(name)), None):
             raise self.wrong(f"{plain(short)} names no part of a layer")
-        found = {name.split(".")[1] for name in names}
-        if found != {str(i) for i in range(min(count, len(found) + 1))}:
+        depth, found = count - int(drafts), {int(name.split(".")[1]) for name in names}
+        if depth > len(found) or max(found) >= count:
             raise self.wrong(f"block_count is {count}, and it holds {len(found)} layers")
-        return count
+        if (lacks := next((i for i in range(depth) if i not in found), None)) is not None:
+            raise self.wrong(f"block_count is {count}, and it lacks layer {lacks}")
+        return depth
+
+    def layered(self, key: str) -> list[int]:
+        """A whole number of each layer, 0 among them; where the file has one for all, that."""
+        value = self._value(key, (int, list))
+        values = value if isinstance(value, list) else [value] * self.depth()
+        if len(values) < self.depth() or any(type(v) is not int or v < 0 for v in values):
+            raise self.wrong(f"{key} is {shown(value)}, not a number for each layer")
+        return values[: self.depth()]
+
+    def sections(self, key: str) -> list[int]:
+        """A list of whole numbers, without the zeros at its end."""
+        value = self._value(key, list)
+        if not value or any(type(v) is not int or v < 0 for v in value):
+            raise self.wrong(f"{key} is {shown(value)}, not a list of numbers")
+        while value and value[-1] == 0:
+            value = value[:-1]
+        return list(value)
+
+    def numbers(self, key: str) -> list[float]:
+        """A number of each layer."""
+        value = self._value(key, list)
+        if len(value) < self.depth() or any(type(v) not in (int, float) for v in value):
+            raise self.wrong(f"{key} is {shown(value)}, not a number for each layer")
+        return [float(v) for v in value[: self.depth()]]
+
+    def sole_count(self, key: str) -> int:
+        """The number that is above 0 in `layered`, the same in all layers that have one."""
+        found = sorted(set(self.layered(key)) - {0})
+        if len(found) != 1:
+            raise self.wrong(f"{key} is {found}, and accel reads models with one such number")
+        return found[0]
+
+    def holds(self, tensor: str) -> bool:
+        """Whether some layer has a tensor of this name."""
+        return any(
+            name.startswith("blk.") and name.split(".", 2)[2] == tensor
+            for name in self.file.tensors
+        )
 
     def rope(self) -> dict[str, Any]:
         """`rope_parameters`."""
@@ -169,13 +250,20 @@ class Metadata:
             raise self.wrong(f"{key} is {value:g}, and it must be above zero")
         return value
 
+    def flag(self, key: str, default: bool = True) -> bool:
+        """A yes or no of the metadata."""
+        value = self.file.fields.get(f"{self._name}.{key}", default)
+        if not isinstance(value, bool):
+            raise self.wrong(f"{key} is {shown(value)}, not yes or no")
+        return value
+
     def flags(self, key: str, pattern: int) -> list[bool]:
         """For each layer; `pattern`: where the file does not say, all but each so many-th."""
         value = self._value(key, (int, list), pattern)
         if isinstance(value, list):
-            if len(value) != self.depth() or any(flag not in (0, 1) for flag in value):
+            if len(value) < self.depth() or any(flag not in (0, 1) for flag in value):
                 raise self.wrong(f"{key} is {shown(value)}, not a yes or no for each layer")
-            return [bool(v) for v in value]
+            return [bool(v) for v in value[: self.depth()]]
         if value < 0:
             raise self.wrong(f"{key} is {value}")
         return [bool(value == 0 or i % value < value - 1) for i in range(self.depth())]
@@ -204,7 +292,7 @@ class Metadata:
 
     def factors(self, name: str) -> Tensor:
         """What a tensor says that the frequencies of a head's pairs are divided by, float32 [pairs]."""
-        tensor, pairs = self.file.tensors[name], self.width() // 2
+        tensor, pairs = self.file.tensors[name], self.rotated(partial=True) // 2
         if tensor.shape != (pairs,) or tensor.kind != "F32":
             raise self.wrong(
                 f"{name} is {tensor.kind} {list(tensor.shape)}, and it should be F32 [{pairs}]"

@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from accel.compiler.load.gguf._file import GgufFile
+from accel.compiler.load.gguf._scores import CONTROL, OWN, SPACE, UNKNOWN, by_scores
+from accel.compiler.load.gguf._splits import BEGUN, WHOLE, patterns
 from accel.ir.errors import CaptureError
-
-_UNKNOWN, _CONTROL, _OWN, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
-_SPACE = "▁"
-_ENDINGS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_LOWER, _UPPER = r"((?=[\p{L}])([^A-Z]))", r"((?=[\p{L}])([^a-z]))"
-_LAST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _cased(ending: str, digits: str) -> str:
-    """Words by upper and lower case."""
-    head = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{head}{_UPPER}*{_LOWER}+{ending}|{head}{_UPPER}+{_LOWER}*{ending}"
-    return f"{words}|{digits}|{_LAST}"
-
-
-# patterns, one after the other -> the names that tokenizer.ggml.pre has for them
-_SPLITS: list[tuple[Sequence[str], Sequence[str]]] = [
-    ([_GPT2], ["gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "a.x-4.0", "mellum", "trillion"]),
-    ([r"\p{N}", _GPT2], ["starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"]),
-    ([_LLAMA3], ["llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"]),
-    ([_LLAMA3], ["dbrx", "smaug-bpe", "chatglm-bpe", "glm4"]),
-    ([_QWEN2], ["qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"]),
-    ([_cased("", r"\p{N}")], ["tekken"]),
-    ([_cased(f"{_ENDINGS}?", r"\p{N}{1,3}")], ["gpt-4o", "llama4", "kanana2"]),
-    ([r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"], ["deepseek-coder"]),
-    ([r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"], ["default"]),
-]  # fmt: skip
-_WHOLE = (*_SPLITS[2][1], "tekken")  # words that are tokens are not merged; a text begins with bos
 
 
 def tokenizer_json(file: GgufFile) -> str | None:
@@ -51,10 +20,12 @@ def tokenizer_json(file: GgufFile) -> str | None:
     kind = file.fields.get("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise _other(file, f"its tokenizer is of the kind {kind!r}, and accel reads gpt2 and llama")
+    if kind not in _KINDS:
+        raise _other(
+            file, f"its tokenizer is of the kind {kind!r}, and accel reads {', '.join(_KINDS)}"
+        )
     try:
-        tokenizer = (_by_merges if kind == "gpt2" else _by_scores)(file)
+        tokenizer = _KINDS[kind](file)
         tokenizer.add_tokens(_added(file))
         around = _around(file, kind)
         if around is not None:
@@ -112,20 +83,47 @@ def _by_merges(file: GgufFile) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     name = file.fields.get("tokenizer.ggml.pre", "default")
-    patterns = next((patterns for patterns, names in _SPLITS if name in names), None)
-    if patterns is None:
-        known = [n for _, names in _SPLITS for n in names]
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f" (near: {near[0]})" if near else ""
-        raise _other(file, f"accel does not know how its tokenizer, {name!r}, splits text{hint}")
+    try:
+        splits_at = patterns(name)
+    except ValueError as error:
+        raise _other(file, str(error)) from None
     vocabulary = {token: i for i, token in enumerate(_tokens(file))}
-    merges = [_pair(merge) for merge in _list(file, "merges", str)]
-    merges = [(a, b) for a, b in merges if {a, b, a + b} <= vocabulary.keys()]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE))
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    merges = _merges(file, vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in WHOLE))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits_at]
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Those whose parts and whole are tokens."""
+    merges = [_pair(merge) for merge in _list(file, "merges", str)]
+    return [(a, b) for a, b in merges if {a, b, a + b} <= vocabulary.keys()]
+
+
+def _by_letters(file: GgufFile) -> Any:
+    """BPE of letters, lines by themselves; bytes of what has no token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(_tokens(file))}
+    unknown = next(
+        (t for t, kind in zip(vocabulary, _types(file), strict=False) if kind == UNKNOWN), None
+    )
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            _merges(file, vocabulary),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
@@ -135,41 +133,19 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _by_scores(file: GgufFile) -> Any:
-    """SentencePiece's BPE: of two neighbours those are joined first whose token has the highest score."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    tokens, types = _tokens(file), _types(file)
-    scores = _list(file, "scores", (int, float))
+    """SentencePiece's BPE."""
+    tokens, scores = _tokens(file), _list(file, "scores", (int, float))
     if len(scores) < len(tokens):
         raise _other(file, f"it has {len(scores)} scores for {len(tokens)} tokens")
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    joined = [i for i, kind in enumerate(types) if kind not in (_UNKNOWN, _CONTROL, _BYTE)]
-    joined.sort(key=lambda i: -scores[i])
-    merges = [
-        (token[:at], token[at:])
-        for token in map(tokens.__getitem__, joined)
-        for at in range(1, len(token))
-        if token[:at] in vocabulary and token[at:] in vocabulary
-    ]
-    unknown = next((tokens[i] for i, kind in enumerate(types) if kind == _UNKNOWN), None)
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
-    prefix = file.fields.get("tokenizer.ggml.add_space_prefix", True)
-    spaces = normalizers.Replace(" ", _SPACE)
-    before = [normalizers.Prepend(_SPACE)] if prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*before, spaces])
-    after = [decoders.Strip(" ", 1, 0)] if prefix else []
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
-    tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer
+    prefix = bool(file.fields.get("tokenizer.ggml.add_space_prefix", True))
+    return by_scores(tokens, _types(file), scores, prefix)
 
 
 def _added(file: GgufFile) -> list[Any]:
     """The tokens that are found in a text before it is split."""
     from tokenizers import AddedToken
 
-    special = {_UNKNOWN: True, _CONTROL: True, _OWN: False}
+    special = {UNKNOWN: True, CONTROL: True, OWN: False}
     pairs = zip(_tokens(file), _types(file), strict=True)
     name = str(file.fields.get("general.name", "")).lower()
     eager = "phi-3" in name or "phi3" in name  # the spaces behind its marks are part of them
@@ -190,7 +166,7 @@ def _around(file: GgufFile, kind: str) -> Any:
     from tokenizers import processors
 
     tokens = _tokens(file)
-    first = kind == "llama" or file.fields.get("tokenizer.ggml.pre") in _WHOLE
+    first = kind in ("llama", "gemma4") or file.fields.get("tokenizer.ggml.pre") in BEGUN
     defaults = {"bos": first, "eos": False}
     usual = {"bos": 1, "eos": 2} if kind == "llama" else {}
     found: dict[str, int] = {}
@@ -209,3 +185,6 @@ def _around(file: GgufFile, kind: str) -> Any:
         pair=[*begin, "$A", *end, *begin, "$B", *end],
         special_tokens=[(tokens[i], i) for i in found.values()],
     )
+
+
+_KINDS = {"gpt2": _by_merges, "llama": _by_scores, "gemma4": _by_letters}

@@ -23,8 +23,8 @@ class Gemma(Base):
 
     def weight(self, kind: str, name: str, tensor: GgufTensor) -> Stored:
         found = super().weight(kind, name, tensor)
-        return found.changed(_less_one) if kind.endswith("norm") else found
+        return found.changed(less_one) if kind.endswith("norm") else found
 
 
-def _less_one(weight: Tensor) -> Tensor:
+def less_one(weight: Tensor) -> Tensor:
     return weight - 1

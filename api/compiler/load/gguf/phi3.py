@@ -23,7 +23,7 @@ class Phi3(Base):
 
     def config(self) -> dict[str, Any]:
         return {
-            **self.metadata.decoder(self.model_type, self._rope()),
+            **self.metadata.decoder(self.model_type, self._rope(), partial=True),
             "sliding_window": None,
             "original_max_position_embeddings": self._original(),
         }

@@ -13,7 +13,7 @@ from torch import Tensor
 from accel.ir.axis import Axis
 from accel.ir.codes import Coded, Made
 from accel.ir.errors import CaptureError
-from accel.ir.weights import Pages, Stored
+from accel.ir.weights import Experts, Pages, Stored
 
 FORMATS = Axis("checkpoint", __name__)
 
@@ -23,7 +23,7 @@ class Weight:
     """A float parameter of the model, and the checkpoint's tensors that stand for it."""
 
     name: str
-    stored: Coded | Made
+    stored: Coded | Made | Experts
     parts: Collection[str]
 
 

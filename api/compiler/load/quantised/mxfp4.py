@@ -13,15 +13,16 @@ from torch import Tensor
 
 from accel.compiler.load.quantised import Base, Weight, sized, typed
 from accel.compiler.load.quantised._floats import e2m1_codes, exponents
-from accel.ir.codes import Made
+from accel.ir.codes import Coded, Codes
 from accel.ir.errors import CaptureError
+from accel.ir.weights import Experts
 
 _BLOCKS, _SCALES, _GROUP = "_blocks", "_scales", 32
 
 
 @dataclass
 class Mxfp4(Base):
-    """They are computed in float32; a recipe may round them."""
+    """Their codes stand for the same numbers."""
 
     def weights(self, tensors: Mapping[str, Tensor]) -> Iterator[Weight]:
         for packed in [name for name in tensors if name.endswith(_BLOCKS)]:
@@ -36,14 +37,14 @@ class Mxfp4(Base):
             experts, rows, groups, _ = blocks.shape
             sized(packed, blocks, experts, rows, groups, _GROUP // 2)
             sized(scales, tensors[scales], experts, rows, groups)
-            make = partial(_experts, blocks, tensors[scales])
-            shape = (experts, groups * _GROUP, rows)
-            yield Weight(name, Made.of_shape(shape, make, self.pages), (packed, scales))
+            shape = (rows, groups * _GROUP)
+            found = [
+                Coded.of_shape(shape, partial(_codes, *pair), "mxfp4", self.pages)
+                for pair in zip(blocks, tensors[scales], strict=True)
+            ]
+            yield Weight(name, Experts.stack(found, turned=True), (packed, scales))
 
 
-def _experts(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The weights [X,K,N]."""
-    out = torch.empty(len(blocks), blocks.shape[2] * _GROUP, blocks.shape[1])
-    for place, packed, scale in zip(out, blocks, scales, strict=True):
-        place.copy_(e2m1_codes(packed.flatten(1), exponents(scale), _GROUP).weight().t())
-    return out
+def _codes(blocks: Tensor, scales: Tensor) -> Codes:
+    """Of one expert: [N,K/32,16] and [N,K/32]."""
+    return e2m1_codes(blocks.flatten(1), exponents(scales), _GROUP)
