@@ -433,7 +433,7 @@ def test_a_llama_layer_is_six_nodes():
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     with accel.optimize(model, "int4", max_context=64) as compiled:
-        layer = ["Linear", "Place", "Attention", "Linear", "Linear", "Linear"]
+        layer = ["Linear", "PlaceFloat16", "AttentionFloat16", "Linear", "Linear", "Linear"]
         found = [op for op in ops(compiled) if op in layer]
         assert found == 2 * layer + ["Linear"]
         layers = ops(compiled)[ops(compiled).index("Linear") :]  # behind the embedding
