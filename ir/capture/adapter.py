@@ -22,14 +22,18 @@ class Passing:
     def __init__(self) -> None:
         self.shared_layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
         return 0
 
-    def get_mask_sizes(self, cache_position: Tensor, *_: Any) -> tuple[int, int]:
-        return cache_position.shape[0], 0
+    def get_query_offset(self, *_: Any) -> int:  # from 5.6 on
+        return 0
+
+    def get_mask_sizes(self, queries: Tensor | int, *_: Any) -> tuple[int, int]:
+        """Before 5.6 `queries` are their positions, from then on how many they are."""
+        return queries.shape[0] if isinstance(queries, Tensor) else queries, 0
 
 
 class Adapter(nn.Module):

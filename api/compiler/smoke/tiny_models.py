@@ -79,6 +79,10 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 2},
     "deepseek_v3": {"first_k_dense_replace": 1},
+    "dory": {
+        "num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    },
     "dots1": {
         "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
     },
@@ -169,6 +173,8 @@ def _fields(default: dict[str, Any], layers: int) -> dict[str, Any]:
             fields[name] = _SIZES[name]
         elif isinstance(value, list) and len(value) == _depth(default):
             fields[name] = value[:count]
+        elif name == "per_layer_config" and value:
+            fields[name] = _by_layer(default, count)
         elif name == "head_dim" and value is None:
             fields[name] = HEAD
         elif name not in _DERIVED:
@@ -179,6 +185,19 @@ def _fields(default: dict[str, Any], layers: int) -> dict[str, Any]:
     if heads and groups == default.get("num_attention_heads"):
         fields["num_key_value_heads"] = heads
     return fields
+
+
+def _by_layer(default: dict[str, Any], count: int) -> dict[int, dict[str, Any]]:
+    """What single layers have of their own, in the proportion that it has to what the others have."""
+
+    def small(name: str, value: Any) -> Any:
+        if name not in _SIZES or not isinstance(value, int):
+            return value
+        others = default.get(name)
+        return max(1, _SIZES[name] * value // (others or value))
+
+    layers = {int(n): own for n, own in default["per_layer_config"].items()}
+    return {n: {k: small(k, v) for k, v in own.items()} for n, own in layers.items() if n < count}
 
 
 def _depth(default: dict[str, Any]) -> int:
