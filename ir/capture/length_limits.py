@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,8 @@ def short_forms(model: nn.Module, swaps: Swaps) -> Iterator[None]:
             held.enter_context(_rotary_held(model.get_submodule(name)))
         for name in swaps.indexers:
             module = model.get_submodule(name)
-            module.forward = _every_key
+            every = _choice(module)[1]
+            module.forward = lambda hidden_states, *_, every=every, **__: every(hidden_states)
             held.callback(delattr, module, "forward")
         yield
 
@@ -35,14 +36,21 @@ def short_forms(model: nn.Module, swaps: Swaps) -> Iterator[None]:
 def limit_of(module: nn.Module, longest: int) -> Limit:
     """How long such a module is exact, up to `longest`, with the reason."""
     if is_indexer(module):
-        return int(module.index_topk), _SPARSE  # type: ignore[arg-type]
+        return _choice(module)[0], _SPARSE
     with torch.no_grad():
         return _rotary_limit(module, longest)
 
 
 def is_indexer(module: nn.Module) -> bool:
-    """Whether a module chooses `index_topk` keys for each query, as DeepSeek sparse attention does."""
-    return type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")
+    """Whether a module chooses some of the keys for each query, as DeepSeek sparse attention does."""
+    named = type(module).__name__.endswith("Indexer")
+    return named and pools(module) is None and any(hasattr(module, n) for n in _CHOICES)
+
+
+def pools(module: nn.Module) -> int | None:
+    """How many tokens a module makes one key of (DeepSeek-V4); none where each token has its own."""
+    rate = getattr(module, "compress_rate", None)
+    return rate if isinstance(rate, int) and rate > 1 else None
 
 
 def turns_anew(module: nn.Module) -> bool:
@@ -56,10 +64,44 @@ _SPARSE = (
 )
 
 
-def _every_key(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The choice [B,T,T] of an indexer while there are no more keys than it may choose."""
-    batch, length = hidden_states.shape[:2]
-    return torch.arange(length).expand(batch, length, length)
+def _choice(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Up to how many tokens an indexer chooses all keys, and what it gives for x [B,T,E] then."""
+    return next(f(module) for name, f in _CHOICES.items() if hasattr(module, name))
+
+
+def _of_keys(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Ids of keys [B,T,T]."""
+    return int(module.index_topk), lambda x: _counted(x, x.shape[1], (x.shape[0], x.shape[1]))
+
+
+def _of_blocks(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Ids of blocks of keys [B,H,T,N]."""
+    size = int(module.block_size)
+
+    def every(x: Tensor) -> Tensor:
+        return _counted(x, -(-x.shape[1] // size), (x.shape[0], module.num_heads, x.shape[1]))
+
+    return int(module.topk_blocks) * size, every
+
+
+def _of_pooled(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """A mask [B,1,T,T] of the keys that are seen, chosen by blocks; those of the last, unfinished one are always."""
+
+    def every(x: Tensor) -> Tensor:
+        return torch.ones(x.shape[0], 1, x.shape[1], x.shape[1], dtype=torch.bool)
+
+    return int(module.token_budget) + int(module.compress_ratio) - 1, every
+
+
+def _counted(x: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(count, device=x.device).expand(*shape, count)
+
+
+_CHOICES: dict[str, Callable[[Any], tuple[int, Callable[[Tensor], Tensor]]]] = {
+    "index_topk": _of_keys,
+    "topk_blocks": _of_blocks,
+    "token_budget": _of_pooled,
+}
 
 
 def _types(module: nn.Module) -> dict[str | None, str]:

@@ -77,10 +77,10 @@ def _afmoe(
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     shape, ids = (-1, self.ffn_hidden_size, self.hidden_size), top_k_index.flatten()
-    x = _repeated(hidden_states.reshape(-1, self.ffn_hidden_size), top_k_index.shape[1])
-    gate, up = (expert_linear(x, ids, w.view(shape), True) for w in (self.mlp.w1, self.mlp.v1))
-    y = expert_linear(self.mlp.activation_fn(gate) * up, ids, self.mlp.w2.view(shape), False)
-    return _summed(y, top_k_weights).view(hidden_states.shape[0], -1, self.ffn_hidden_size)
+    x = _repeated(hidden_states.reshape(-1, self.hidden_size), top_k_index.shape[1])
+    gate, up = (expert_linear(x, ids, w.view(shape), False) for w in (self.mlp.w1, self.mlp.v1))
+    y = expert_linear(self.mlp.activation_fn(gate) * up, ids, self.mlp.w2.view(shape), True)
+    return _summed(y, top_k_weights).view(hidden_states.shape[0], -1, self.hidden_size)
 
 
 def _longcat(

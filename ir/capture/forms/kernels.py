@@ -38,7 +38,9 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **__: Any,
 ) -> tuple[Tensor, None]:
-    """The gated delta rule (arXiv:2412.06464): q, k [B,T,G,K], v [B,T,H,V], g and beta [B,T,H] -> [B,T,H,V]."""
+    """The gated delta rule (arXiv:2412.06464): q, k [B,T,G,K], v [B,T,H,V], g and beta [B,T,H] -> [B,T,H,V]. g may
+    be [B,T,H,K], a decay for each channel of the keys (arXiv:2510.26692).
+    """
     if use_qk_l2norm_in_kernel:
         query, key = unit(query), unit(key)
     query = query * query.shape[-1] ** -0.5
@@ -71,6 +73,7 @@ def _ssd(
 
 
 FUNCTIONS = {
+    "chunk_kimi_delta_attention": _delta_rule,
     "causal_conv1d_fn": _conv,
     "mamba2_chunk_scan": _ssd,
     "torch_chunk_gated_delta_rule": _delta_rule,
