@@ -154,14 +154,9 @@ def _asks(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def _rotary_held(module: Any) -> Iterator[None]:
     """Short sequences' frequencies, whatever the length."""
-    kinds, buffers = module.rope_type, dict(module._buffers)
+    kinds, buffers, before = module.rope_type, dict(module._buffers), dict(vars(module))
     first, *_ = _tables(module, 1)
-    own = (
-        {name: getattr(module, name) for name in ("rope_init_fn", "config")}
-        if _asks(module)
-        else {}
-    )
-    if own:
+    if _asks(module):
         found = module.rope_init_fn(module.config, first.device, 1)[0], float(first[0, 0, 0])
         module.rope_init_fn = lambda *_: found
         module.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
@@ -169,7 +164,7 @@ def _rotary_held(module: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(module).update(own)
-        module.rope_type = kinds
+        vars(module).clear()  # of what the module keeps once a sequence was long, too
+        vars(module).update(before)
         module._buffers.clear()
         module._buffers.update(buffers)

@@ -72,7 +72,7 @@ def _linear_attention(
     heads = v.shape[2]
     q = q.repeat_interleave(heads // q.shape[2], dim=2)
     k = k.repeat_interleave(heads // k.shape[2], dim=2)
-    decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay  # [B,T,H,1] or [B,T,H,K]
+    decay = decay if decay.dim() == 4 else decay.unsqueeze(-1)  # [B,T,H,1] or [B,T,H,K]
     decay = torch.where(real.unsqueeze(-1), decay, 0)
     rate = (real if beta is None else torch.where(real, beta, 0)).to(v.dtype)
     rate = rate.expand(-1, -1, heads)
@@ -119,8 +119,7 @@ def _running_peak(
 ) -> tuple[Tensor, Tensor, Tensor]:
     real = _real(x, positions).unsqueeze(-1)
     x = torch.where(real, x, torch.finfo(x.dtype).min)
-    decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay  # [B,T,H,1] or [B,T,H,K]
-    decay = torch.where(real.unsqueeze(-1), decay, 0)
+    decay = torch.where(real, decay, 0)
     if state is None:
         state = x.new_zeros(x.shape[0], x.shape[2])
     values = [state]
