@@ -219,6 +219,14 @@ def gathered(x, m):
     return x * cos + other * sin
 
 
+def put_apart(x, m):
+    """Neighbours turn together and come out as halves, as DeepSeek's do."""
+    angle = angles(x, m)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
 def before_the_heads(x, m):
     """Turned while the heads are still joined."""
     flat = x.flatten(2).unflatten(-1, (-1, 2))  # [B,T,H·D/2,2]
@@ -257,7 +265,7 @@ def by_length(x, m):
 
 
 WRITTEN = {
-    no_batch_axis: True, gathered: True, last_channels: True, before_the_heads: True,
+    no_batch_axis: True, gathered: True, put_apart: True, last_channels: True, before_the_heads: True,
     by_matrix: False,  # right, but left as they are written
 }  # fmt: skip
 

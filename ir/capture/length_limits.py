@@ -30,6 +30,9 @@ def short_forms(model: nn.Module, swaps: Swaps) -> Iterator[None]:
             every = _choice(module)[1]
             module.forward = lambda hidden_states, *_, every=every, **__: every(hidden_states)
             held.callback(delattr, module, "forward")
+            if hasattr(module, "build_block_mask"):  # of the blocks that it chose
+                module.build_block_mask = _unchosen
+                held.callback(delattr, module, "build_block_mask")
         yield
 
 
@@ -71,17 +74,22 @@ def _choice(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
 
 def _of_keys(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
     """Ids of keys [B,T,T]."""
-    return int(module.index_topk), lambda x: _counted(x, x.shape[1], (x.shape[0], x.shape[1]))
+
+    def every(x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        return torch.arange(length, device=x.device).expand(batch, length, length)
+
+    return int(module.index_topk), every
 
 
 def _of_blocks(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """Ids of blocks of keys [B,H,T,N]."""
-    size = int(module.block_size)
+    """Ids of blocks of keys, which only make a mask."""
+    return int(module.topk_blocks) * int(module.block_size), lambda x: x.new_zeros(1)
 
-    def every(x: Tensor) -> Tensor:
-        return _counted(x, -(-x.shape[1] // size), (x.shape[0], module.num_heads, x.shape[1]))
 
-    return int(module.topk_blocks) * size, every
+def _unchosen(_: Tensor, attention_mask: Tensor, *__: Any) -> Tensor:
+    """The mask [B,1,T,T] of an attention that leaves no block out."""
+    return attention_mask
 
 
 def _of_pooled(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
@@ -91,10 +99,6 @@ def _of_pooled(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
         return torch.ones(x.shape[0], 1, x.shape[1], x.shape[1], dtype=torch.bool)
 
     return int(module.token_budget) + int(module.compress_ratio) - 1, every
-
-
-def _counted(x: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.arange(count, device=x.device).expand(*shape, count)
 
 
 _CHOICES: dict[str, Callable[[Any], tuple[int, Callable[[Tensor], Tensor]]]] = {

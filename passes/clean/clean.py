@@ -45,7 +45,8 @@ class Clean(Pass):
     """Drop assertions, copies and casts that change nothing, repeated computations and dead nodes; join what is
     written piece by piece.
 
-    Before and after: `tests/passes/texts/clean.before.txt`, `clean.after.txt`.
+    Before and after: `tests/passes/texts/clean.before.txt`, `clean.after.txt`; of pieces
+    `tests/passes/texts/pieces.before.txt`, `pieces.after.txt`.
     """
 
     def run(self, program: Program) -> Report:

@@ -21,7 +21,9 @@ def join_pieces(program: Program, graph: fx.Graph) -> int:
             node.replace_all_uses_with(value)  # type: ignore[arg-type]
             graph.erase_node(node)
             changed += 1
-    for node in reversed(list(graph.find_nodes(op="call_function", target=aten.slice_scatter.default))):
+    for node in reversed(
+        list(graph.find_nodes(op="call_function", target=aten.slice_scatter.default))
+    ):
         pieces = _pieces(node) if node.users else None
         if pieces is None:
             continue
@@ -45,7 +47,9 @@ def _pieces(node: fx.Node) -> list[fx.Node] | None:
             return None
         if piece.meta["val"].dtype != node.meta["val"].dtype:
             return None
-        start, end = (min(v + size if v < 0 else v, size) for v in (start or 0, size if end is None else end))
+        start, end = (
+            min(v + size if v < 0 else v, size) for v in (start or 0, size if end is None else end)
+        )
         if any(start < stop and begin < end for begin, (stop, _) in found.items()):
             return None
         found[start] = end, piece

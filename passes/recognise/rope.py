@@ -127,7 +127,9 @@ class _Finder:
             if flipped is None:
                 return False
             for apart in (False, True):
-                number = _match(self.program, x, value, (flipped, swapped), apart, want, self.tables)
+                number = _match(
+                    self.program, x, value, (flipped, swapped), apart, want, self.tables
+                )
                 if number is not None:
                     matched.append((number, flipped, apart))
                     return True

@@ -68,7 +68,9 @@ def _ssd(
     """Mamba-2 (arXiv:2405.21060): x [B,T,H,D], dt [B,T,H], A [H], B and C [B,T,G,N] -> [B,T,H,D]."""
     dt = dt if dt_bias is None else dt + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(dt_limit[0], dt_limit[1])
-    y: Tensor = linear_attention(C, B, hidden_states * dt.unsqueeze(-1), A * dt, None, None, None)[0]
+    y: Tensor = linear_attention(C, B, hidden_states * dt.unsqueeze(-1), A * dt, None, None, None)[
+        0
+    ]
     return y if D is None else y + hidden_states * D.unsqueeze(-1)
 
 
