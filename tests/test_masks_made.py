@@ -156,7 +156,7 @@ MADE = {
     "older, padding": (unpadded(True, 12), Mask("window", 13)),
     "older, both ways": (unpadded(False), AHEAD),
 }  # fmt: skip
-if find_spec("transformers.modeling_attn_mask_utils") is None:  # of transformers below 5.10
+if find_spec("transformers.modeling_attn_mask_utils") is None:  # later versions have none
     MADE = {name: made for name, made in MADE.items() if not name.startswith("older")}
 
 

@@ -136,7 +136,7 @@ def test_a_configuration_that_cannot_be_is_an_error(wrong):
 
 
 def gemma3n():
-    """transformers shares where there is a cache; without one, before 5.6, every layer makes keys of its own."""
+    """transformers shares where there is a cache; without one, earlier versions make keys of every layer's own."""
     from transformers import AutoModelForCausalLM
 
     config = small_config("gemma3n_text")

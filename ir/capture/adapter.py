@@ -28,11 +28,11 @@ class Passing:
     def get_seq_length(self, *_: Any) -> int:
         return 0
 
-    def get_query_offset(self, *_: Any) -> int:  # from 5.6 on
+    def get_query_offset(self, *_: Any) -> int:  # asked by later versions
         return 0
 
     def get_mask_sizes(self, queries: Tensor | int, *_: Any) -> tuple[int, int]:
-        """Before 5.6 `queries` are their positions, from then on how many they are."""
+        """`queries`: their positions in earlier versions of transformers, how many they are in later ones."""
         return queries.shape[0] if isinstance(queries, Tensor) else queries, 0
 
 

@@ -6,7 +6,6 @@ import heapq
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx

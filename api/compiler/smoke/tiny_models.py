@@ -93,11 +93,18 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 2},
     "deepseek_v3": {"first_k_dense_replace": 1},
     "dory": {
-        "initializer_range": 0.4, "num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
+        "initializer_range": 0.4, "num_hidden_layers": 4,
+        "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
     },
     "dots1": {
         "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+    },
+    "dots3_note_text": {
+        "head_dim": 26, "num_key_value_heads": HEADS,
+        "per_layer_config": {2: {
+            "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 36, "qk_nope_head_dim": 18,
+        }},
     },
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
@@ -110,7 +117,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     # few passes and small scales: of noise alone deep loops multiply rounding by thousands
-    "hrm_text": {"H_cycles": 1, "L_cycles": 2, "num_hidden_layers": 3, "num_layers_per_stack": 1, "embedding_scale": 2.0},
+    "hrm_text": {
+        "H_cycles": 1, "L_cycles": 2, "num_hidden_layers": 3, "num_layers_per_stack": 1, "embedding_scale": 2.0,
+    },
     "helium": {"head_dim": HIDDEN // HEADS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -232,8 +241,13 @@ def _by_layer(default: dict[str, Any], count: int) -> dict[int, dict[str, Any]]:
         others = default.get(name)
         return max(1, _SIZES[name] * value // (others or value))
 
-    layers = {int(n): own for n, own in default["per_layer_config"].items()}
-    return {n: {k: small(k, v) for k, v in own.items()} for n, own in layers.items() if n < count}
+    found = {}
+    for n, own in default["per_layer_config"].items():
+        if int(n) < count:
+            found[int(n)] = {name: small(name, value) for name, value in own.items()}
+            if own.get("num_key_value_heads") == own.get("num_attention_heads", 0):
+                found[int(n)]["num_key_value_heads"] = found[int(n)]["num_attention_heads"]
+    return found
 
 
 def _depth(default: dict[str, Any]) -> int:

@@ -15,7 +15,7 @@ from accel.ir.ops.recurrence import causal_conv, selective_scan
 def _block(
     self: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any
 ) -> Tensor | tuple[Tensor, None]:
-    """From 5.6 on blocks give a second value, which is none."""
+    """In later versions blocks give a second value, which is none."""
     conv = self.conv_1d
     x = causal_conv(self.linear_x(input_states), conv.weight.squeeze(1), conv.bias, None, None)[0]
     y = _rg_lru(self.rg_lru, x, position_ids)
