@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from inspect import signature
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ class Adapter(nn.Module):
         self.position_name = traits.position_name
         self.paddings = traits.paddings
         self.shares = traits.shares_kv
+        self.cache_name = (
+            "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+        )
         self.read = logits_of if traits.embedding is None else vectors_of
         self.offset = 0
         self.writes = False  # whether the module writes into the positions that it is given
@@ -86,7 +90,7 @@ class Adapter(nn.Module):
         if self.hugging_face:
             extra["use_cache"] = False
             if self.shares:
-                extra["past_key_values"] = Passing()
+                extra[self.cache_name] = Passing()
             return self.read(self.model(input_ids=tokens, **extra))
         return self.read(self.model(tokens, **extra))
 
