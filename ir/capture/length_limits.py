@@ -26,7 +26,7 @@ def short_forms(model: nn.Module, swaps: Swaps) -> Iterator[None]:
         for name in swaps.rotaries:
             held.enter_context(_rotary_held(model.get_submodule(name)))
         for name in swaps.indexers:
-            module = model.get_submodule(name)
+            module: Any = model.get_submodule(name)
             every = _choice(module)[1]
             module.forward = lambda hidden_states, *_, every=every, **__: every(hidden_states)
             held.callback(delattr, module, "forward")

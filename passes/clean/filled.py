@@ -18,7 +18,7 @@ def join_pieces(program: Program, graph: fx.Graph) -> int:
     for node in list(graph.find_nodes(op="call_function", target=aten.copy.default)):
         to, value = node.args[:2]
         if _alike(to, value):
-            node.replace_all_uses_with(value)  # type: ignore[arg-type]
+            node.replace_all_uses_with(value)
             graph.erase_node(node)
             changed += 1
     for node in reversed(

@@ -59,9 +59,8 @@ def find_written(softmax: fx.Node, kinds: Kinds, order: dict[fx.Node, int]) -> l
     found = []
     for mixed in results:
         behind = None if sink else sink_behind(mixed, scores, kinds)
-        found.append(
-            Written(product, scores, sink or behind, mixed, behind.end if behind else mixed)
-        )
+        end = (behind and behind.end) or mixed
+        found.append(Written(product, scores, sink or behind, mixed, end))
     return found
 
 
