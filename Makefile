@@ -22,8 +22,8 @@ models: .venv/installed
 	$(BIN)/python tools/models/real.py smollm2-135m
 
 # what eviction keeps, against kvpress; an error where kvpress is not there
-parity: .venv/installed-parity
-	KVPRESS=required $(BIN)/python -m pytest -n 0 -m "" tests/parity/kvpress
+parity: .venv-parity/installed
+	KVPRESS=required .venv-parity/bin/python -m pytest -n 0 -m "" tests/parity/kvpress
 
 check: .venv/installed
 	$(BIN)/ruff check .
@@ -43,6 +43,9 @@ install: .venv/installed
 	$(BIN)/python tools/links.py
 	touch $@
 
-.venv/installed-parity: .venv/installed
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[parity]'
+# kvpress takes an older transformers; all else comes from the first environment
+.venv-parity/installed: .venv/installed constraints-parity.txt
+	$(PYTHON) -m venv .venv-parity
+	$(BIN)/python tools/overlay.py .venv-parity
+	.venv-parity/bin/python -m pip install -q --disable-pip-version-check -c constraints-parity.txt -e '.[parity]'
 	touch $@

@@ -417,11 +417,12 @@ def weighted_mean(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]
     return [k, v, -constant(5).abs(), constant(5), state, query_positions(rng, b, t, c)]
 
 
-def remember(q: int, k: int, delta: bool) -> Callable[..., list[Any]]:
-    """Six heads of size 4 over 5; q and k have fewer."""
+def remember(q: int, k: int, delta: bool, channels: bool = False) -> Callable[..., list[Any]]:
+    """Six heads of size 4 over 5; q and k have fewer. A decay by head, or by channel of k."""
 
     def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
-        decay, beta = -randn(rng, b, t, 6).abs(), torch.sigmoid(randn(rng, b, t, 6))
+        beta = torch.sigmoid(randn(rng, b, t, 6))
+        decay = -(randn(rng, b, t, 6, 4) if channels else randn(rng, b, t, 6)).abs()
         queries, keys = randn(rng, b, t, q, 4), F.normalize(randn(rng, b, t, k, 4), dim=-1)
         return [
             queries, keys, randn(rng, b, t, 6, 5), decay, beta if delta else None,
@@ -535,6 +536,14 @@ def recurrence_cases() -> list[Case]:
                 remember(q, k, d),
             )
             for (q, k), d in itertools.product(heads, (False, True))
+        ),
+        *(
+            Case(
+                f"{'delta' if d else 'linear'}-channels",
+                recurrence.linear_attention,
+                remember(6, 6, d, True),
+            )
+            for d in (False, True)
         ),
     ]
 

@@ -145,6 +145,24 @@ def beside(module, scores, allowed):
     return scores - scores.max(dim=-1, keepdim=True).values
 
 
+def behind(module, q, k, v):
+    """The sink as a share of the keys' own softmax, after the product with v."""
+    allowed = seen(q)
+    q, k, v = heads(q, k, v)
+    scores = hide(q @ k.mT * SCALE, allowed)
+    share = torch.sigmoid(scores.logsumexp(-1) - module.sinks.view(1, -1, 1))
+    return ((scores.softmax(-1) @ v) * share.unsqueeze(-1)).transpose(1, 2)
+
+
+def other_way_round(module, q, k, v):
+    """No sink: the more the keys weigh, the less comes through."""
+    allowed = seen(q)
+    q, k, v = heads(q, k, v)
+    scores = hide(q @ k.mT * SCALE, allowed)
+    share = torch.sigmoid(module.sinks.view(1, -1, 1) - scores.logsumexp(-1))
+    return ((scores.softmax(-1) @ v) * share.unsqueeze(-1)).transpose(1, 2)
+
+
 def biased(module, scores, allowed):
     index = torch.arange(scores.shape[-1])
     distance = index[:, None] - index[None]
@@ -153,6 +171,7 @@ def biased(module, scores, allowed):
 
 SCORES = {
     "sink": written(beside, lambda module, p: p[..., :-1]),
+    "sink behind": behind,
     "one more": written(lambda m, s, a: F.pad(hide(s, a), (0, 1)), lambda m, p: p[..., :-1]),
     "factor": written(lambda m, s, a: s * a.float() + -1e4 * (1 - a.float())),
     "zeros after": written(
@@ -209,10 +228,18 @@ def test_what_is_done_to_scores_is_read(name):
     assert node.args[6] == pytest.approx(SCALE * factor)
     assert node.args[7] == pytest.approx(cap) and node.args[8] == "causal"
     assert (node.args[5] is not None) == (name == "bias")
-    sinks = {"sink": Form(SCORES[name]).sinks, "one more": torch.zeros(H)}
+    learned = Form(SCORES[name]).sinks
+    sinks = {"sink": learned, "sink behind": learned, "one more": torch.zeros(H)}
     assert len(node.args) == (11 if name in sinks else 10)
     if name in sinks:
         assert torch.equal(program.params[node.args[10].target], sinks[name])
+
+
+def test_another_share_than_a_sinks_is_no_sink():
+    node, _ = recognised(other_way_round, 40)
+    assert len(node.args) == 10
+    with pytest.raises(PassError, match="mixes tokens outside attention"):
+        optimize(Form(other_way_round), max_context=40, target="eager")
 
 
 def decoded(mix, **options):

@@ -92,6 +92,8 @@ def test_onnxruntime_genai_is_refused_such_a_cache(built):
 
 def test_one_layer_as_text(built, golden):
     if hasattr(built[0], "config"):  # Youtu
+        if not hasattr(built[0].model.layers[0].self_attn, "expand_kv"):
+            pytest.skip("the text is of a later transformers")
         golden.check("latent", built[1].program.text())
 
 

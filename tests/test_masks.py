@@ -1,6 +1,7 @@
 """Masks are named by what they compute, whatever way they are written; what has no name stays right."""
 
 import math
+from inspect import signature
 
 import models
 import pytest
@@ -174,7 +175,9 @@ def test_masks_made_by_transformers(create, name, implementation):
     config.sliding_window, config.attention_chunk_size = 5, 9
 
     def mask(x, positions, index):
-        return create(config, x, None, index, None, position_ids=positions)
+        told = {"cache_position": index, "cache": None, "past_key_values": None}
+        told = {n: v for n, v in told.items() if n in signature(create).parameters}
+        return create(config, x, attention_mask=None, position_ids=positions, **told)
 
     assert named(Masked(mask, "theirs"), 64) == name
 

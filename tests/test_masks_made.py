@@ -1,10 +1,14 @@
 """Every mask that transformers' mask utilities can make: named, or kept as a table, or seen to look ahead."""
 
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, masking_utils, modeling_attn_mask_utils
+from transformers import LlamaConfig, masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -47,8 +51,10 @@ def created(name, form="sdpa", given=True, window=None, chunk=None, **more):
     def make(x, index, positions):
         if "bidirectional" in name:
             return create(context, x, None, **more)
+        told = {"cache_position": index, "cache": None, "past_key_values": None}
+        told = {n: v for n, v in told.items() if n in signature(create).parameters}
         ids = positions if given else None
-        return create(context, x, None, index, None, position_ids=ids, **more)
+        return create(context, x, attention_mask=None, position_ids=ids, **told, **more)
 
     return make
 
@@ -59,16 +65,21 @@ def by(function, maker=sdpa_mask, **more):
     def make(x, index, positions):
         rule = function(x, positions) if function.__code__.co_argcount == 2 else function
         t = x.shape[1]
-        return maker(1, index, t, mask_function=rule, allow_is_causal_skip=False, **more)
+        queries = t if "q_length" in signature(maker).parameters else index
+        return maker(1, queries, t, mask_function=rule, allow_is_causal_skip=False, **more)
 
     return make
 
 
+def utils():
+    return import_module("transformers.modeling_attn_mask_utils")
+
+
 def older(name, **more):
     """A function of modeling_attn_mask_utils for sequences without padding."""
-    make = getattr(modeling_attn_mask_utils, name)
 
     def mask(x, index, positions):
+        make = getattr(utils(), name)
         return make(None, (x.shape[0], x.shape[1]), x, 0, **more)
 
     return mask
@@ -76,9 +87,9 @@ def older(name, **more):
 
 def unpadded(causal, window=None):
     """The older converter, given that nothing is padding."""
-    made = modeling_attn_mask_utils.AttentionMaskConverter(causal, window)
 
     def mask(x, index, positions):
+        made = utils().AttentionMaskConverter(causal, window)
         b, t = x.shape[:2]
         return made.to_4d(torch.ones(b, t), t, x.dtype, key_value_length=t)
 
@@ -145,6 +156,8 @@ MADE = {
     "older, padding": (unpadded(True, 12), Mask("window", 13)),
     "older, both ways": (unpadded(False), AHEAD),
 }  # fmt: skip
+if find_spec("transformers.modeling_attn_mask_utils") is None:  # later versions have none
+    MADE = {name: made for name, made in MADE.items() if not name.startswith("older")}
 
 
 CAUSAL = [name for name, (_, want) in MADE.items() if want != AHEAD]

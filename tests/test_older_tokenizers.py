@@ -96,7 +96,8 @@ def test_older_files_are_read_as_transformers_reads_them(tmp_path, trained, name
 @pytest.mark.parametrize(
     ("files", "kind", "words"),
     [
-        (BPE, "llama", r"merges.txt, vocab.json, which \w+ reads without \d+ of their tokens .*tokenizer_class"),
+        # earlier versions make a tokenizer of them that lacks most tokens, later ones none
+        (BPE, "llama", r"merges.txt, vocab.json, (which \w+ reads without|of which .* no tokenizer) .*tokenizer_class"),
         ((), "llama", r"but tokenizer.model, .*pip install sentencepiece protobuf, or give tokenizer="),
         (("vocab.json",), "wav2vec2", r"vocab.json, which \w+ reads without a form as tokenizer.json: give"),
     ],

@@ -243,7 +243,7 @@ def theirs(seen, ngram, tokens, longest):
 
     ids = torch.tensor([seen])
     lookup = PromptLookupCandidateGenerator(torch.tensor([99]), tokens, ngram, longest)
-    return lookup.get_candidates(ids, False)[0][0, len(seen) :].tolist()
+    return lookup.get_candidates(ids, is_first_iteration=False)[0][0, len(seen) :].tolist()
 
 
 def test_the_look_up_is_that_of_transformers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,14 +23,18 @@ class Passing:
     def __init__(self) -> None:
         self.shared_layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
         return 0
 
-    def get_mask_sizes(self, cache_position: Tensor, *_: Any) -> tuple[int, int]:
-        return cache_position.shape[0], 0
+    def get_query_offset(self, *_: Any) -> int:  # asked by later versions
+        return 0
+
+    def get_mask_sizes(self, queries: Tensor | int, *_: Any) -> tuple[int, int]:
+        """`queries`: their positions in earlier versions of transformers, how many they are in later ones."""
+        return queries.shape[0] if isinstance(queries, Tensor) else queries, 0
 
 
 class Adapter(nn.Module):
@@ -44,6 +49,9 @@ class Adapter(nn.Module):
         self.position_name = traits.position_name
         self.paddings = traits.paddings
         self.shares = traits.shares_kv
+        self.cache_name = (
+            "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+        )
         self.read = logits_of if traits.embedding is None else vectors_of
         self.offset = 0
         self.writes = False  # whether the module writes into the positions that it is given
@@ -82,7 +90,7 @@ class Adapter(nn.Module):
         if self.hugging_face:
             extra["use_cache"] = False
             if self.shares:
-                extra["past_key_values"] = Passing()
+                extra[self.cache_name] = Passing()
             return self.read(self.model(input_ids=tokens, **extra))
         return self.read(self.model(tokens, **extra))
 

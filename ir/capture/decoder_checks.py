@@ -31,6 +31,11 @@ def refuse_kind(model: Any, arguments: Sequence[str]) -> None:
             f"{name}.forward takes {takes}, not token ids [B,T]: it is not a language model; give "
             "the causal language model that contains it, if there is one"
         )
+    if "shared_kv_states" in arguments and hasattr(model.config, "backbone_hidden_size"):
+        raise CaptureError(
+            f"{name} drafts for another model, whose last vectors and keys its forward takes (inputs_embeds, "
+            "shared_kv_states): it is no language model alone; give the model that it drafts for"
+        )
     if _HEAD.search(name):
         raise CaptureError(
             f"{name}: its head gives no logits over a vocabulary; give {_nearest(model.config.model_type)}, "

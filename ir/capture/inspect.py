@@ -13,7 +13,7 @@ from accel.ir.capture.decoder_checks import refuse_kind
 from accel.ir.capture.encoder import encoder_facts
 from accel.ir.capture.exported import interface_of, parameters_of
 from accel.ir.capture.forms import Form, forms_of, is_chunked
-from accel.ir.capture.length_limits import is_indexer, limit_of, turns_anew
+from accel.ir.capture.length_limits import is_indexer, limit_of, pools, turns_anew
 from accel.ir.capture.traits import Kind, Limit, ModelTraits, Swaps
 from accel.ir.diffusion import diffusion_of
 from accel.ir.embedding import Embedding
@@ -169,6 +169,12 @@ def _refuse(
     if any(p.is_meta for p in model.parameters()):
         raise CaptureError(
             f"{type(model).__name__} has weights on the meta device, which hold no values; load them first"
+        )
+    if pooled := [(n, rate) for n, m in model.named_modules() if (rate := pools(m))]:
+        name, rate = pooled[0]
+        raise CaptureError(
+            f"{type(model).__name__}: {name} makes one key of {rate} tokens; accel caches keys by token, and has no "
+            "cache of such keys. Give a model whose attention is over tokens"
         )
     pairs = embedding is not None and embedding.pairs is not None
     if kind is not Kind.MODULE and not pairs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,23 +26,34 @@ def short_forms(model: nn.Module, swaps: Swaps) -> Iterator[None]:
         for name in swaps.rotaries:
             held.enter_context(_rotary_held(model.get_submodule(name)))
         for name in swaps.indexers:
-            module = model.get_submodule(name)
-            module.forward = _every_key
+            module: Any = model.get_submodule(name)
+            every = _choice(module)[1]
+            module.forward = lambda hidden_states, *_, every=every, **__: every(hidden_states)
             held.callback(delattr, module, "forward")
+            if hasattr(module, "build_block_mask"):  # of the blocks that it chose
+                module.build_block_mask = _unchosen
+                held.callback(delattr, module, "build_block_mask")
         yield
 
 
 def limit_of(module: nn.Module, longest: int) -> Limit:
     """How long such a module is exact, up to `longest`, with the reason."""
     if is_indexer(module):
-        return int(module.index_topk), _SPARSE  # type: ignore[arg-type]
+        return _choice(module)[0], _SPARSE
     with torch.no_grad():
         return _rotary_limit(module, longest)
 
 
 def is_indexer(module: nn.Module) -> bool:
-    """Whether a module chooses `index_topk` keys for each query, as DeepSeek sparse attention does."""
-    return type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")
+    """Whether a module chooses some of the keys for each query, as DeepSeek sparse attention does."""
+    named = type(module).__name__.endswith("Indexer")
+    return named and pools(module) is None and any(hasattr(module, n) for n in _CHOICES)
+
+
+def pools(module: nn.Module) -> int | None:
+    """How many tokens a module makes one key of (DeepSeek-V4); none where each token has its own."""
+    rate = getattr(module, "compress_rate", None)
+    return rate if isinstance(rate, int) and rate > 1 else None
 
 
 def turns_anew(module: nn.Module) -> bool:
@@ -56,10 +67,45 @@ _SPARSE = (
 )
 
 
-def _every_key(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The choice [B,T,T] of an indexer while there are no more keys than it may choose."""
-    batch, length = hidden_states.shape[:2]
-    return torch.arange(length).expand(batch, length, length)
+def _choice(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Up to how many tokens an indexer chooses all keys, and what it gives for x [B,T,E] then."""
+    return next(f(module) for name, f in _CHOICES.items() if hasattr(module, name))
+
+
+def _of_keys(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Ids of keys [B,T,T]."""
+
+    def every(x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        return torch.arange(length, device=x.device).expand(batch, length, length)
+
+    return int(module.index_topk), every
+
+
+def _of_blocks(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Ids of blocks of keys, which only make a mask."""
+    return int(module.topk_blocks) * int(module.block_size), lambda x: x.new_zeros(1)
+
+
+def _unchosen(_: Tensor, attention_mask: Tensor, *__: Any) -> Tensor:
+    """The mask [B,1,T,T] of an attention that leaves no block out."""
+    return attention_mask
+
+
+def _of_pooled(module: Any) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """A mask [B,1,T,T] of the keys that are seen, chosen by blocks; those of the last, unfinished one are always."""
+
+    def every(x: Tensor) -> Tensor:
+        return torch.ones(x.shape[0], 1, x.shape[1], x.shape[1], dtype=torch.bool)
+
+    return int(module.token_budget) + int(module.compress_ratio) - 1, every
+
+
+_CHOICES: dict[str, Callable[[Any], tuple[int, Callable[[Tensor], Tensor]]]] = {
+    "index_topk": _of_keys,
+    "topk_blocks": _of_blocks,
+    "token_budget": _of_pooled,
+}
 
 
 def _types(module: nn.Module) -> dict[str | None, str]:
@@ -112,14 +158,9 @@ def _asks(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def _rotary_held(module: Any) -> Iterator[None]:
     """Short sequences' frequencies, whatever the length."""
-    kinds, buffers = module.rope_type, dict(module._buffers)
+    kinds, buffers, before = module.rope_type, dict(module._buffers), dict(vars(module))
     first, *_ = _tables(module, 1)
-    own = (
-        {name: getattr(module, name) for name in ("rope_init_fn", "config")}
-        if _asks(module)
-        else {}
-    )
-    if own:
+    if _asks(module):
         found = module.rope_init_fn(module.config, first.device, 1)[0], float(first[0, 0, 0])
         module.rope_init_fn = lambda *_: found
         module.config = SimpleNamespace(rope_parameters={"rope_type": "default"})
@@ -127,7 +168,7 @@ def _rotary_held(module: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(module).update(own)
-        module.rope_type = kinds
+        vars(module).clear()  # of what the module keeps once a sequence was long, too
+        vars(module).update(before)
         module._buffers.clear()
         module._buffers.update(buffers)

@@ -72,14 +72,15 @@ def _linear_attention(
     heads = v.shape[2]
     q = q.repeat_interleave(heads // q.shape[2], dim=2)
     k = k.repeat_interleave(heads // k.shape[2], dim=2)
-    decay = torch.where(real, decay, 0)
+    decay = decay if decay.dim() == 4 else decay.unsqueeze(-1)  # [B,T,H,1] or [B,T,H,K]
+    decay = torch.where(real.unsqueeze(-1), decay, 0)
     rate = (real if beta is None else torch.where(real, beta, 0)).to(v.dtype)
     rate = rate.expand(-1, -1, heads)
     if state is None:
         state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3])
     values = []
     for t in range(q.shape[1]):
-        state = state * decay[:, t].exp()[..., None, None]
+        state = state * decay[:, t].exp().unsqueeze(-1)
         new = v[:, t]
         if beta is not None:  # the delta rule: write what the state does not yet say of k
             new = new - (k[:, t, :, None] @ state).squeeze(2)
@@ -152,8 +153,8 @@ selective_scan = Op(
     ),
 )
 
-# q, k [B,T,Hq,D] and [B,T,Hk,D], v [B,T,H,Dv] (Hq and Hk divide H), decay [B,T,H] or [1,1,H] (a
-# logarithm), # beta [B,T,H] or none, state [B,H,D,Dv] -> y [B,T,H,Dv], next:
+# q, k [B,T,Hq,D] and [B,T,Hk,D], v [B,T,H,Dv] (Hq and Hk divide H), decay [B,T,H], [1,1,H] or, by
+# channel of k, [B,T,H,D] (a logarithm), beta [B,T,H] or none, state [B,H,D,Dv] -> y [B,T,H,Dv], next:
 # state = exp(decay[t]) state + k[t] ⊗ v[t];  y[t] = q[t] · state. With beta, the delta rule:
 # beta[t] (v[t] - k[t] · exp(decay[t]) state) in place of v[t].
 linear_attention = Op(

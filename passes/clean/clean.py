@@ -1,4 +1,4 @@
-"""Remove what exporting left behind: assertions, no-op casts and copies, duplicates, dead code."""
+"""Remove what exporting left behind: assertions, no-op casts and copies, writes by piece, duplicates, dead code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from accel.ir.program import Program
 from accel.passes import Pass, Report
+from accel.passes.clean.filled import join_pieces
 
 aten = torch.ops.aten
 _ASSERTS = {
@@ -41,15 +42,18 @@ _CASTS = {
 
 @dataclass(frozen=True)
 class Clean(Pass):
-    """Drop assertions, copies and casts that change nothing, repeated computations and dead nodes.
+    """Drop assertions, copies and casts that change nothing, repeated computations and dead nodes; join what is
+    written piece by piece.
 
-    Before and after: `tests/passes/texts/clean.before.txt`, `clean.after.txt`.
+    Before and after: `tests/passes/texts/clean.before.txt`, `clean.after.txt`; of pieces
+    `tests/passes/texts/pieces.before.txt`, `pieces.after.txt`.
     """
 
     def run(self, program: Program) -> Report:
         report = Report()
         for graph in program.graphs():
-            report.changed += _drop(graph) + _unify(graph) + remove_dead(graph)
+            report.changed += _drop(graph) + join_pieces(program, graph)
+            report.changed += _unify(graph) + remove_dead(graph)
         forget_unused(program)
         return report
 

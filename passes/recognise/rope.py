@@ -20,6 +20,7 @@ from accel.passes.recognise.sides import positions_of
 
 aten = torch.ops.aten
 _NORMS = (aten.rms_norm, aten.layer_norm)
+_END = 9223372036854775807  # an open end, as slices are exported
 _BLOCK = 4096  # positions tried at a time
 
 
@@ -35,7 +36,8 @@ class Rope(Pass):
     """The sub-graph between a query or key and its attention -> rope(x, positions, cos, sin).
 
     The sub-graph is tried on unit vectors. Any way of writing it (halves, interleaved, partial,
-    scaled, fused) gives the same rotation matrix per position, out of which the tables are read.
+    scaled, fused) gives the same rotation matrix per position, out of which the tables are read. Pairs of neighbours
+    that come out as halves are put apart first.
     Where only some channels turn, or a norm follows, it is found among the parts.
 
     Before and after: `tests/passes/texts/rope.before.txt`, `rope.after.txt`.
@@ -118,25 +120,32 @@ class _Finder:
             return None
         if swapped:
             want[1], want[2] = want[2], want[1]
-        matched: list[tuple[int, bool]] = []
+        matched: list[tuple[int, bool, bool]] = []
 
         def accept(x: fx.Node) -> bool:
             flipped = _layout(x, want)
             if flipped is None:
                 return False
-            number = _match(self.program, x, value, (flipped, swapped), want, self.tables)
-            if number is not None:
-                matched.append((number, flipped))
-            return number is not None
+            for apart in (False, True):
+                number = _match(
+                    self.program, x, value, (flipped, swapped), apart, want, self.tables
+                )
+                if number is not None:
+                    matched.append((number, flipped, apart))
+                    return True
+            return False
 
         x = source(value, self.kinds, self.order, accept)
         if x is None:
             return None
-        number, flipped = matched[-1]
+        number, flipped, apart = matched[-1]
         cos, sin, interleaved = self.tables.entries[number]
-        editor = self.editor
+        editor, x = self.editor, self._transposed(x, flipped)
+        if apart:
+            halves = [editor.call(aten.slice.Tensor, x, 3, i, _END, 2, like=value) for i in (0, 1)]
+            x = editor.call(aten.cat.default, halves, -1, like=value)
         return editor.call(
-            rope.default, self._transposed(x, flipped), positions_of(self.program, want[2]),
+            rope.default, x, positions_of(self.program, want[2]),
             editor.param(f"rope.{number}.cos", cos), editor.param(f"rope.{number}.sin", sin),
             interleaved, like=value,
         )  # fmt: skip
@@ -163,17 +172,23 @@ def _match(
     x: fx.Node,
     value: fx.Node,
     swapped: tuple[bool, bool],
+    apart: bool,
     want: list[str],
     tables: _Tables,
 ) -> int | None:
     """The number of the table that turns x into the value; a new table where none does.
 
-    `swapped` says of x and of the value whether its axes are [B,T,H,D].
+    `swapped` says of x and of the value whether its axes are [B,T,H,D]; `apart`: neighbours in x are halves where it
+    is turned.
     """
     heads, width = int(want[1]), int(want[3])
     longest = program.facts.max_context
+    if apart and width % 2:
+        return None
 
     def run(sample: Tensor, positions: Tensor) -> Tensor:  # [B,H,T,D] -> [B,H,T,D]
+        if apart:
+            sample = sample.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         given = {x: sample.transpose(1, 2) if swapped[0] else sample}
         out = try_out(program, value, given, positions)
         return out.transpose(1, 2) if swapped[1] else out

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,10 +15,9 @@ from accel.ir.region import sizes
 from accel.passes.recognise.heads import concrete, count_heads
 from accel.passes.recognise.mask import HIDDEN
 from accel.passes.recognise.products import is_product
-from accel.passes.recognise.region import Kinds, close, packet, try_out
+from accel.passes.recognise.region import Kinds, close, try_out
+from accel.passes.recognise.sink import Sink, sink_behind, without_sink
 
-aten = torch.ops.aten
-_CASTS = (aten._to_copy, aten.to, aten.clone, aten.dropout, aten.contiguous)
 _LIMIT = 64  # operators between q·kᵀ and the product with v
 
 
@@ -30,8 +27,9 @@ class Written:
 
     product: fx.Node  # q kᵀ: [B,H,T,S], or heads and batch in front in another way
     scores: fx.Node  # what the softmax is taken of, the sink aside
-    sink: fx.Node | float | None
-    result: fx.Node  # the product with v
+    sink: Sink | None
+    mixed: fx.Node  # the product with v
+    result: fx.Node  # of the attention: that product, or what a sink makes of it
 
     @property
     def q(self) -> fx.Node:
@@ -43,7 +41,7 @@ class Written:
 
     @property
     def v(self) -> fx.Node:
-        return self.result.args[1]  # type: ignore[return-value]
+        return self.mixed.args[1]  # type: ignore[return-value]
 
 
 def find_written(softmax: fx.Node, kinds: Kinds, order: dict[fx.Node, int]) -> list[Written] | str:
@@ -51,61 +49,38 @@ def find_written(softmax: fx.Node, kinds: Kinds, order: dict[fx.Node, int]) -> l
     shape = sizes(softmax)
     if softmax.args[1] not in (-1, len(shape) - 1):
         return f"a softmax over axis {softmax.args[1]}"
-    scores, sink = _without_sink(_arg(softmax, 0), kinds)
+    scores, sink = without_sink(softmax.args[0], kinds)
     product = _product(scores, kinds, order)
     if isinstance(product, str):
         return product
     results = _results(softmax, kinds)
     if isinstance(results, str):
         return results
-    return [Written(product, scores, sink, result) for result in results]
+    found = []
+    for mixed in results:
+        behind = None if sink else sink_behind(mixed, scores, kinds)
+        end = (behind and behind.end) or mixed
+        found.append(Written(product, scores, sink or behind, mixed, end))
+    return found
 
 
-def _arg(node: fx.Node, index: int) -> fx.Node:
-    value = node.args[index]
-    assert isinstance(value, fx.Node), node.format_node()
-    return value
-
-
-def _without_sink(node: fx.Node, kinds: Kinds) -> tuple[fx.Node, fx.Node | float | None]:
-    """The scores, and the score beside them that no key has; less a maximum they lose nothing."""
-    sink: fx.Node | float | None = None
-    for _ in range(_LIMIT):
-        op = packet(node)
-        if op in _CASTS or (op is aten.sub and _is_maximum(node.args[1], _arg(node, 0))):
-            node = _arg(node, 0)
-        elif op is aten.cat and sink is None and (parts := _beside(node, kinds)):
-            node, sink = parts
-        elif op in (aten.pad, aten.constant_pad_nd) and sink is None and node.args[1] == [0, 1]:
-            sink = float(node.args[3] or 0) if len(node.args) > 3 else 0.0  # type: ignore[arg-type]
-            node = _arg(node, 0)
-        else:
-            break
-    return node, sink
-
-
-def _is_maximum(value: object, of: fx.Node) -> bool:
-    """Whether a value is the largest of each row of `of`."""
-    if not isinstance(value, fx.Node):
-        return False
-    if value.target is operator.getitem and value.args[1] == 0:
-        value = _arg(value, 0)
-    last = len(sizes(of)) - 1
-    if packet(value) not in (aten.amax, aten.max) or value.args[0] is not of:
-        return False
-    return value.args[1:] in ((-1, True), (last, True), ([-1], True), ([last], True))
-
-
-def _beside(node: fx.Node, kinds: Kinds) -> tuple[fx.Node, fx.Node] | None:
-    """(scores, sink) of cat([scores, sink], -1): the sink does not depend on the tokens."""
-    parts: Any = node.args[0]
-    axis = node.args[1] if len(node.args) > 1 else 0
-    if axis not in (-1, len(sizes(node)) - 1) or len(parts) != 2:
+def read_sink(program: Program, written: Written) -> Tensor | None | str:
+    """[H]: the score that stands beside those of the keys."""
+    if written.sink is None:
         return None
-    scores, sink = sorted(parts, key=lambda n: kinds[n] != "data")
-    if kinds[sink] == "data" or sizes(sink)[-1] != "1":
-        return None
-    return scores, sink
+    heads = count_heads(program, written.product)
+    if isinstance(written.sink.score, float):
+        return torch.full((heads,), written.sink.score)
+    value = try_out(program, written.sink.score, {}, torch.arange(3)[None])
+    value = value if written.sink.kept else value.unsqueeze(-1)
+    value = value.transpose(1, 2) if _tokens_first(written.scores) else value
+    value = value.expand(
+        torch.broadcast_shapes(value.shape, concrete(program, written.product, 1, 3)[:-1] + [1])
+    )
+    value = value.reshape(heads, 3)
+    if not torch.equal(value, value[:, :1].expand(-1, 3)):
+        return f"its sink {written.sink.score.name} differs from token to token"
+    return value[:, 0].float().contiguous()
 
 
 def _product(scores: fx.Node, kinds: Kinds, order: dict[fx.Node, int]) -> fx.Node | str:
@@ -203,24 +178,6 @@ def read_scale(program: Program, written: Written) -> tuple[float, float] | str:
         if not 0.1 < abs(part) < 0.6:
             fill *= 2.0 if abs(part) <= 0.1 else 0.5
     return far * math.atanh(part) / fill, far
-
-
-def read_sink(program: Program, written: Written) -> Tensor | None | str:
-    """[H]: the score that stands beside those of the keys."""
-    heads = count_heads(program, written.product)
-    if written.sink is None:
-        return None
-    if isinstance(written.sink, float):
-        return torch.full((heads,), written.sink)
-    value = try_out(program, written.sink, {}, torch.arange(3)[None])
-    value = value.transpose(1, 2) if _tokens_first(written.scores) else value
-    value = value.expand(
-        torch.broadcast_shapes(value.shape, concrete(program, written.product, 1, 3)[:-1] + [1])
-    )
-    value = value.reshape(heads, 3)
-    if not torch.equal(value, value[:, :1].expand(-1, 3)):
-        return f"its sink {written.sink.name} differs from token to token"
-    return value[:, 0].float().contiguous()
 
 
 def region_key(written: Written, kinds: Kinds, order: dict[fx.Node, int]) -> Hashable:

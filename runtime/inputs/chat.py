@@ -38,6 +38,8 @@ def render(
         ArtifactError: the artifact's template is no Jinja, or was stopped.
     """
     _check_messages(messages)
+    # as transformers: of templates many fail at a value that is none, few at one that is not there
+    messages = [{key: v for key, v in m.items() if v is not None} for m in messages]
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
         raise InputError(
             "tools are not all JSON schemas; give a list of dicts (transformers.utils.get_json_schema makes one of "

@@ -1,6 +1,8 @@
 """What every length holds to: a number of 0 or more that its row alone decides, and none only for a while."""
 
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -482,7 +484,11 @@ def roc_curve(matches, chances):
 def theirs(monkeypatch):
     """theirs(method) -> transformers' generator at a generation's start, with nothing but what updates read."""
     monkeypatch.setattr(candidate_generator, "is_sklearn_available", lambda: True)
+    metrics = ModuleType("sklearn.metrics")
+    vars(metrics)["roc_curve"] = roc_curve
     monkeypatch.setattr(candidate_generator, "roc_curve", roc_curve, raising=False)
+    for name, module in (("sklearn", ModuleType("sklearn")), (metrics.__name__, metrics)):
+        monkeypatch.setitem(sys.modules, name, module)  # later versions import it where they use it
 
     def make(method):
         found = AssistedCandidateGenerator.__new__(AssistedCandidateGenerator)
@@ -495,6 +501,7 @@ def theirs(monkeypatch):
                 "assistant_confidence_threshold": method.threshold,
             },
         )()
+        found.generation_config = found.assistant_generation_config
         return found
 
     return make

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import accel
 from accel.compiler.smoke.clone import own_logits
 from accel.compiler.smoke.tiny_models import CONTEXT, small_model
+from accel.ir.capture.inspect import inspect
 from accel.ir.errors import AccelError, Miscompiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +114,8 @@ def measure(model_type: str, target: str = "onnx") -> Result:
     result = Result(model_type, "no model", tied=bool(zlib.crc32(model_type.encode()) & 1))
     try:
         model = small_model(model_type, result.tied)
+        if refused := inspect(model).refused:
+            return Result(model_type, "refused", _line(refused), result.tied)
         reference(model, [5, 6, 7, 8])
     except Exception as error:
         result.why = f"transformers: {type(error).__name__}: {_line(error)}"
@@ -140,7 +143,7 @@ def _bounded(model_type: str) -> Result:
     return measure(model_type)
 
 
-def _line(error: Exception) -> str:
+def _line(error: Exception | str) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:297] + "..."
 

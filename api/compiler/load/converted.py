@@ -12,6 +12,7 @@ from accel.ir.errors import CaptureError, shown
 
 _FILES = ("vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _TEXT = 160  # characters of what transformers says
+_NAMED = "name the right class in tokenizer_config.json (tokenizer_class)"
 _INSTEAD = "or give tokenizer=… (a tokenizer.json), without which prompts are token ids"
 
 
@@ -37,7 +38,7 @@ def converted(folder: Path) -> Any:
     except Exception as error:  # transformers raises many kinds
         lacks = _lacks(files)
         said = f"{lacks} is not installed" if lacks else _line(error)
-        first = f"pip install {lacks}" if lacks else "correct the files"
+        first = f"pip install {lacks}" if lacks else f"correct the files, or {_NAMED}"
         raise CaptureError(
             f"{what}, of which transformers makes no tokenizer ({said}): {first}, {_INSTEAD}"
         ) from error
@@ -51,8 +52,8 @@ def converted(folder: Path) -> Any:
         token for token, index in _listed(folder).items() if held.get(token, index + 1) != index
     ]:
         raise CaptureError(
-            f"{what}, which {kind} reads without {len(wrong)} of their tokens ({shown(wrong[0])}, …): name the right "
-            f"class in tokenizer_config.json (tokenizer_class), {_INSTEAD}"
+            f"{what}, which {kind} reads without {len(wrong)} of their tokens ({shown(wrong[0])}, …): "
+            f"{_NAMED}, {_INSTEAD}"
         )
     return found
 

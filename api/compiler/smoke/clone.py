@@ -162,6 +162,12 @@ def shrunk(config: Any, layers: int, kinds: Any, head: int = HEAD) -> Any:
         new = _new(config, name, value, scale, kinds)
         if new != value:
             given[name] = new
+    if own := given.get("per_layer_config"):
+        given["per_layer_config"] = {
+            int(n): {k: _new(config, k, v, scale, kinds) for k, v in fields.items()}
+            for n, fields in own.items()
+            if int(n) < layers
+        }
     for name in getattr(type(config), "sub_configs", {}):
         inner = getattr(config, name, None)
         if hasattr(inner, "to_diff_dict"):
@@ -218,20 +224,30 @@ def _fields(config: Any, properties: bool = False) -> Iterator[tuple[str, Any]]:
     for name in dict.fromkeys(names):
         if not name.startswith("_") and name not in inner:
             try:
-                yield name, getattr(config, name, None)
+                yield name, _read(config, name)
             except Exception:  # a property of models that this one is not
                 continue
 
 
+def _read(config: Any, name: str) -> Any:
+    """A field; of one that some layers have otherwise, which configurations do not give, what the others have."""
+    told = vars(config)
+    return (
+        told[name]
+        if "_heterogeneity_spec" in told and name in told
+        else getattr(config, name, None)
+    )
+
+
 def _scale(config: Any, layers: int, narrow: bool, head: int) -> _Scale:
     """Few heads in the proportions of many, of at most `head` channels."""
-    heads = getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", None)
-    width = getattr(config, "hidden_size", None)
+    heads = _read(config, "num_attention_heads") or _read(config, "num_heads")
+    width = _read(config, "hidden_size")
     if not narrow or not isinstance(width, int):
         return _Scale(layers=layers)
     if not isinstance(heads, int) or heads < 1:
         return _Scale(b=Fraction(min(width, 4 * head), width), layers=layers)
-    size = getattr(config, "head_dim", None)
+    size = _read(config, "head_dim")
     size = size if isinstance(size, int) and size > 0 else max(1, width // heads)
     kv = kv_heads(config) or heads
     per = heads // kv

@@ -34,14 +34,14 @@ _SIZES: dict[str, Any] = {
          "dim_ff", "ffn_hidden_size", "feed_forward_size", "intermediate_size_mlp"], FFN),
     **dict.fromkeys(
         ["moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size",
-         "shared_intermediate_size", "hidden_size_per_layer_input"], 20),
+         "shared_intermediate_size", "shared_experts_intermediate_size", "hidden_size_per_layer_input"], 20),
     **dict.fromkeys(
         ["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length",
          "max_target_positions"], CONTEXT),
     **dict.fromkeys(
         ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 8),
     **dict.fromkeys(
-        ["num_experts_per_tok", "moe_topk", "moe_k", "n_group", "num_experts_per_token",
+        ["num_experts_per_tok", "moe_topk", "moe_k", "n_group", "num_expert_group", "num_experts_per_token",
          "moe_num_shared_experts"], 2),
     "topk_group": 1, "pretraining_tp": 1, "n_shared_experts": 1, "num_shared_experts": 1,
     **dict.fromkeys(
@@ -65,6 +65,12 @@ _TOKENS = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
     "sep_token_id": 2, "cls_token_id": 1, "forced_eos_token_id": None, "unk_token_id": 0,
 }  # fmt: skip
+_DRAFT = {  # its layers take the keys of another model
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": 2,
+    "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": HEAD, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 # What a type's own code asks for beyond sizes.
 _OWN: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_shared_experts": 1},
@@ -72,33 +78,68 @@ _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ["blt_local_encoder", "blt_local_decoder", "blt_global_transformer", "blt_patcher"],
         {"head_dim": HIDDEN // HEADS, "num_key_value_heads": HEADS}),
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+        },
+    },
     "cpmant": {"prompt_length": 4},
     "dbrx": {
         "attn_config": {"kv_n_heads": GROUPS, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": HIDDEN, "hidden_size": HIDDEN, "moe_num_experts": 8, "moe_top_k": 2},
+        "ffn_config": {"ffn_hidden_size": FFN, "hidden_size": HIDDEN, "moe_num_experts": 8, "moe_top_k": 2},
     },
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 2},
     "deepseek_v3": {"first_k_dense_replace": 1},
+    "dory": {
+        "initializer_range": 0.4, "num_hidden_layers": 4,
+        "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    },
     "dots1": {
         "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+    },
+    "dots3_note_text": {
+        "head_dim": 26, "num_key_value_heads": HEADS,
+        "per_layer_config": {2: {
+            "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 36, "qk_nope_head_dim": 18,
+        }},
     },
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
         "num_kv_shared_layers": 2, "intermediate_size": FFN, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
     },
+    "gemma4_assistant": {"text_config": _DRAFT | {"model_type": "gemma4_text"}, "backbone_hidden_size": HIDDEN},
+    "gemma4_unified_assistant": {
+        "text_config": _DRAFT | {"model_type": "gemma4_unified_text"}, "backbone_hidden_size": HIDDEN,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    # few passes and small scales: of noise alone deep loops multiply rounding by thousands
+    "hrm_text": {
+        "H_cycles": 1, "L_cycles": 2, "num_hidden_layers": 3, "num_layers_per_stack": 1, "embedding_scale": 2.0,
+    },
     "helium": {"head_dim": HIDDEN // HEADS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": GROUPS, "index_head_dim": 16,
+        "index_block_size": 8, "index_topk_blocks": 6,
+    },
     "nemotron": {"num_key_value_heads": GROUPS},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD, "indexer_budget": 48,
+        "indexer_compress_ratio": 4,
+    },
     "reformer": {"axial_pos_shape": [8, 32], "axial_pos_embds_dim": [24, 40]},
     "xlm": {"causal": True},
     "xlnet": {"d_head": HIDDEN // HEADS},
     "xlstm": {"num_heads": 2, "hidden_size": 2 * HIDDEN, "embedding_dim": 2 * HIDDEN},
     "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba": {
         "layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "use_mamba_kernels": False,
         "attention_head_dim": 2 * HIDDEN // HEADS, "attention_hidden_size": 2 * HIDDEN,
@@ -138,11 +179,19 @@ def small_config(model_type: str, layers: int = 2, **overrides: Any) -> Any:
         raise CaptureError(unknown("model type", model_type, names))
     kind = CONFIG_MAPPING[model_type]
     try:
-        return _shrunk(kind(), layers, **overrides)
+        return _shrunk(_default(kind, model_type), layers, **overrides)
     except Exception as error:
         raise CaptureError(
             f"no small configuration of {model_type}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _default(kind: Any, model_type: str) -> Any:
+    """The configuration of a type as it is when nothing is said; of some that is none."""
+    try:
+        return kind()
+    except Exception:
+        return kind(**_OWN.get(model_type, {}))
 
 
 def _shrunk(config: Any, layers: int = 2, **overrides: Any) -> Any:
@@ -170,6 +219,8 @@ def _fields(default: dict[str, Any], layers: int) -> dict[str, Any]:
             fields[name] = _SIZES[name]
         elif isinstance(value, list) and len(value) == _depth(default):
             fields[name] = value[:count]
+        elif name == "per_layer_config" and value:
+            fields[name] = _by_layer(default, count)
         elif name == "head_dim" and value is None:
             fields[name] = HEAD
         elif name not in _DERIVED:
@@ -180,6 +231,24 @@ def _fields(default: dict[str, Any], layers: int) -> dict[str, Any]:
     if heads and groups == default.get("num_attention_heads"):
         fields["num_key_value_heads"] = heads
     return fields
+
+
+def _by_layer(default: dict[str, Any], count: int) -> dict[int, dict[str, Any]]:
+    """What single layers have of their own, in the proportion that it has to what the others have."""
+
+    def small(name: str, value: Any) -> Any:
+        if name not in _SIZES or not isinstance(value, int):
+            return value
+        others = default.get(name)
+        return max(1, _SIZES[name] * value // (others or value))
+
+    found = {}
+    for n, own in default["per_layer_config"].items():
+        if int(n) < count:
+            found[int(n)] = {name: small(name, value) for name, value in own.items()}
+            if own.get("num_key_value_heads") == own.get("num_attention_heads", 0):
+                found[int(n)]["num_key_value_heads"] = found[int(n)]["num_attention_heads"]
+    return found
 
 
 def _depth(default: dict[str, Any]) -> int:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel.ir.capture.forms.kernels import unit
 from accel.ir.ops.recurrence import causal_conv, linear_attention
 
 
@@ -23,17 +24,13 @@ def _delta(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         gate = self.in_proj_z(hidden_states).unflatten(-1, (-1, self.head_v_dim))
     x = F.silu(causal_conv(x, self.conv1d.weight.squeeze(1), self.conv1d.bias, None, None)[0])
     q, k, v = x.split(sizes, dim=-1)
-    q = _unit(q.unflatten(-1, (-1, self.head_k_dim))) * self.head_k_dim**-0.5
-    k = _unit(k.unflatten(-1, (-1, self.head_k_dim)))
+    q = unit(q.unflatten(-1, (-1, self.head_k_dim))) * self.head_k_dim**-0.5
+    k = unit(k.unflatten(-1, (-1, self.head_k_dim)))
     v = v.unflatten(-1, (-1, self.head_v_dim))  # [B,T,H,D]
     decay = -self.A_log.float().exp() * F.softplus(a + self.dt_bias)
     y = linear_attention(q, k, v, decay, b.sigmoid(), None, None)[0]
     out: Tensor = self.out_proj(self.norm(y, gate).flatten(-2))
     return out
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 FORMS = {

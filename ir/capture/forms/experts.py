@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.ir.capture.forms import needs
 from accel.ir.ops.experts import expert_linear
 
 
@@ -36,6 +37,7 @@ def _parallel(self: Any, inputs: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
+@needs("fc1")
 def _aria(self: Any, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
     ids, weights = self.route_tokens_to_experts(router_logits)
     x = _repeated(hidden_states, ids.shape[1])
@@ -45,13 +47,18 @@ def _aria(self: Any, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
 
 
 def _aria_layer(self: Any, hidden_states: Tensor) -> Tensor:
-    """Without the views there and back, which export as a guard on the number of tokens."""
+    """Without the views there and back, which export as a guard on the number of tokens. The router gives logits, or
+    beside them weights and ids.
+    """
     flat = hidden_states.flatten(0, 1)
-    y: Tensor = self.experts(flat, self.router(flat)).reshape(hidden_states.shape)
+    chosen = self.router(flat)
+    given = (chosen,) if isinstance(chosen, Tensor) else (chosen[2], chosen[1])
+    y: Tensor = self.experts(flat, *given).reshape(hidden_states.shape)
     out: Tensor = y + self.shared_experts(hidden_states)
     return out
 
 
+@needs("top_k")
 def _afmoe(
     self: Any, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor
 ) -> Tensor:
@@ -70,10 +77,10 @@ def _afmoe(
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     shape, ids = (-1, self.ffn_hidden_size, self.hidden_size), top_k_index.flatten()
-    x = _repeated(hidden_states.reshape(-1, self.ffn_hidden_size), top_k_index.shape[1])
-    gate, up = (expert_linear(x, ids, w.view(shape), True) for w in (self.mlp.w1, self.mlp.v1))
-    y = expert_linear(self.mlp.activation_fn(gate) * up, ids, self.mlp.w2.view(shape), False)
-    return _summed(y, top_k_weights).view(hidden_states.shape[0], -1, self.ffn_hidden_size)
+    x = _repeated(hidden_states.reshape(-1, self.hidden_size), top_k_index.shape[1])
+    gate, up = (expert_linear(x, ids, w.view(shape), False) for w in (self.mlp.w1, self.mlp.v1))
+    y = expert_linear(self.mlp.activation_fn(gate) * up, ids, self.mlp.w2.view(shape), True)
+    return _summed(y, top_k_weights).view(hidden_states.shape[0], -1, self.hidden_size)
 
 
 def _longcat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from torch import Tensor
 from accel.ir.ops.recurrence import causal_conv, selective_scan
 
 
-def _block(self: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+def _block(
+    self: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any
+) -> Tensor | tuple[Tensor, None]:
+    """In later versions blocks give a second value, which is none."""
     conv = self.conv_1d
     x = causal_conv(self.linear_x(input_states), conv.weight.squeeze(1), conv.bias, None, None)[0]
     y = _rg_lru(self.rg_lru, x, position_ids)
     out: Tensor = self.linear_out(y * self.act_fn(self.linear_y(input_states)))
-    return out
+    alone = "cache_position" in signature(type(self).forward).parameters
+    return out if alone else (out, None)
 
 
 def _rg_lru(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ def _ssd(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _clamped(self: Any, step: Tensor) -> Tensor:
-    """Steps within the configured limits; Zamba2 knows only the lower one."""
-    if type(self).__name__ == "Zamba2MambaMixer":
+    """Steps within the configured limits; Zamba2 may know only the lower one."""
+    if not hasattr(self, "time_step_limit"):
         return step.clamp(min=self.time_step_min)
     low, high = self.time_step_limit
     return step.clamp(low, None if math.isinf(high) else high)

@@ -202,6 +202,8 @@ def linear_attention(
         flat[2] = _masked(b, flat[2], positions)
     else:
         beta = _masked(b, beta, positions)
+    if len(b.shape(decay)) == 4:
+        decay = b.node("Reshape", decay, b.ints(0, 0, -1))
     y, after = b.node(
         "LinearAttention", *flat, state, _masked(b, decay, positions), beta,
         domain=MICROSOFT, outputs=2, q_num_heads=int(b.shape(q)[2]), kv_num_heads=heads,
