@@ -123,7 +123,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": HIDDEN // HEADS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": GROUPS, "index_head_dim": 16,
