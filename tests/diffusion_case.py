@@ -10,11 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import accel
 from accel.compiler.facts_json import model_facts
 from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.row import Row
+from accel.runtime.loop._canvas import Guess
 from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.sample.standard import Standard
 
 VOCABULARY, MASK, LONGEST = 41, 40, 96
+NEW, BLOCK = 21, 8  # tokens of an answer, whose last block is shorter
 
 
 class Filler(nn.Module):
@@ -67,8 +73,11 @@ def official(
     early: Any = None,
 ) -> tuple[list[int], int]:
     """New tokens and calls. `stays(confidence [K], step, masks)`: which slots of a block are filled, -inf where one
-    is. `early(lead of masks, share of steps done)`: whether all that is left is filled at once.
+    is; where it is `whole`, an answer's `memory` and logits [K,V] of the block, too. `early(lead of masks,
+    share of steps done)`: whether all that is left is filled at once; where it is `whole`, `slots` and `tokens` of
+    the masks, too.
     """
+    memory: dict[str, Any] = {}
     x = torch.tensor([*prompt, *[MASK] * new])
     calls, start = 0, len(prompt)
     while start < len(x):
@@ -87,14 +96,34 @@ def official(
             sure = scores.softmax(-1).max(-1).values.masked_fill(~free, -torch.inf)
             top = scores.topk(2).values
             done = (start - len(prompt) + step) / new
-            if early is not None and early((top[:, 0] - top[:, 1])[free], done):
+            more = {"memory": memory, "slots": at[free].tolist(), "tokens": token[free].tolist()}
+            lead = (top[:, 0] - top[:, 1])[free]
+            if early is not None and early(
+                lead, done, **(more if getattr(early, "whole", 0) else {})
+            ):
                 x[at[free]] = token[free]
                 break
-            chosen = stays(sure[: stop - start], step, masks)
+            here = sure[: stop - start], step, masks
+            if getattr(stays, "whole", False):
+                chosen = stays(*here, memory=memory, logits=scores[: stop - start])
+            else:
+                chosen = stays(*here)
             x[at[chosen]] = token[chosen]
             step += 1
         start = stop
     return x[len(prompt) :].tolist(), calls
+
+
+def whole(rule):
+    """Of a rule that takes more, see `official`."""
+    rule.whole = True
+    return rule
+
+
+def entropies(logits, sure):
+    """Of the masks [K], in nats; infinite where none is."""
+    p = logits.softmax(-1)
+    return -(p * (p + 1e-45).log()).sum(-1).masked_fill(sure == -torch.inf, torch.inf)
 
 
 def surest(count):
@@ -121,6 +150,13 @@ def by_factor(factor):
     return stays
 
 
+def eager(shift: bool) -> tuple[Filler, CompiledModel]:
+    """A model and its eager build, for loops of any kind."""
+    module = Filler(shift).eval()
+    recipe = {"loop": {"use": "dllm-lowconf"}}
+    return module, accel.optimize(module, recipe, target="eager", max_context=LONGEST)
+
+
 def with_loop(compiled: CompiledModel, use: str, **options: Any) -> CompiledModel:
     """The same program under another loop, without a build."""
     recipe = {"tables": {"loop": {"use": use, **options}}}
@@ -134,3 +170,37 @@ def with_loop(compiled: CompiledModel, use: str, **options: Any) -> CompiledMode
 def prompts(seed: int = 0, sizes: tuple[int, ...] = (5, 11)) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, MASK, n).tolist() for n in sizes]
+
+
+def decoded(compiled: CompiledModel, use: str, given: Any, new: int = NEW, **options: Any) -> Any:
+    """Tokens and graph calls of each prompt alone, and tokens of all together."""
+    with with_loop(compiled, use, **options) as made:
+        alone = [made.generate(prompt, max_new_tokens=new, eos=[]) for prompt in given]
+        return (
+            [out.tokens[0] for out in alone],
+            [out.stats["calls"] for out in alone],
+            made.generate(given, max_new_tokens=new, eos=[]).tokens,
+        )
+
+
+def driven(
+    loop: Any, compiled: CompiledModel, prompt: Any, sampler: Any = None, new: int = NEW
+) -> Any:
+    """Tokens of one row, by a loop over a session of its own."""
+    row = Row(
+        np.array(prompt),
+        sampler or Standard(),
+        np.random.default_rng(0),
+        limit=new,
+        max_context=LONGEST,
+    )
+    with with_loop(compiled, "dllm-lowconf") as made, made.session() as own:
+        list(loop.tokens(own, [row], DecodeContext()))
+        assert own.lengths.tolist() == [len(prompt) + new - 1]
+        return row.tokens, own.stats["calls"]
+
+
+def guess_of(sure: Any) -> Guess:
+    """What a call says that is as sure of slots 0 to n."""
+    n = len(sure)
+    return Guess(np.arange(n), np.arange(n), sure, sure, 1 - sure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
-from accel.runtime.loop._canvas import CACHES, Canvas, Guess
+from accel.runtime.loop._canvas import CACHES, Canvas, Guess, Place
 from accel.runtime.session.session import Session
 
 
@@ -32,6 +32,7 @@ class Blocks(Base):
     block: int = option(32, least=1)
     cache: str = option("none", one_of=CACHES)
 
+    rest: ClassVar[bool] = False  # whether calls are asked of the masks behind the block
     masked_diffusion = True
     breaks = frozenset({Invariant.APPEND_ONLY})
 
@@ -55,7 +56,8 @@ class Blocks(Base):
     ) -> Iterator[tuple[int, int]]:
         if all(row.finish for row in rows):
             return
-        canvas = Canvas(session, rows, self.block, self.cache, self.ways)
+        memory = [self.begin(row) for row in rows]
+        canvas = Canvas(session, rows, self.block, self.cache, self.ways, memory)
         try:
             while canvas.advance():
                 yield from self.fill(canvas)
@@ -66,16 +68,29 @@ class Blocks(Base):
         """Fill the block that each row is at: (row, token) of all that is certain, as it comes."""
         step, total = 0, canvas.counts
         while canvas.waiting.any():
-            for i, guess in canvas.look().items():
-                canvas.commit(i, guess, self.stays(guess, step, int(total[i])))
+            for i, guess in canvas.look(self.rest).items():
+                place = canvas.place(i, step, int(total[i]))
+                if self.ends(guess, place):
+                    canvas.commit(i, guess, slice(None))
+                else:
+                    block = guess.before(canvas.last[i])
+                    canvas.commit(i, block, self.stays(block, place))
             step += 1
             yield from canvas.take()
 
+    def begin(self, row: Row) -> Any:
+        """What the method keeps of a row from call to call, in `Place.memory`."""
+        return None
+
     @abstractmethod
-    def stays(self, guess: Guess, step: int, total: int) -> Any:
-        """The places, in a guess, of the tokens that stay, one or more; of a row's block that had `total` masks
-        `step` calls before.
+    def stays(self, guess: Guess, place: Place) -> Any:
+        """The places, in a guess of a block's masks, of the tokens that stay: one or more."""
+
+    def ends(self, guess: Guess, place: Place) -> bool:
+        """Whether all that a call says of a row stays. Of a loop with `rest` the guess holds the masks behind the block
+        too, where the call sees them anew.
         """
+        return False
 
 
 def share(total: int, steps: int, step: int) -> int:
@@ -83,8 +98,8 @@ def share(total: int, steps: int, step: int) -> int:
     return total // steps + (step < total % steps)
 
 
-def surest(guess: Guess, least: float) -> Any:
-    """The places of what is as sure as `least`, and of the surest."""
-    stays = guess.sure >= least
+def surest(guess: Guess, wanted: Any) -> Any:
+    """The places of what is `wanted` [n], and of the surest."""
+    stays = wanted.copy()
     stays[guess.first(1)] = True
     return np.flatnonzero(stays)

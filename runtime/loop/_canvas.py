@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -25,13 +25,15 @@ Floats = npt.NDArray[np.floating[Any]]
 @dataclass(frozen=True)
 class Guess:
     """What a call says of the open slots of one row: slots [n] rising, the token of each, its probability
-    (of all that the model gives, whatever the sampler does), and by how much the best logit leads.
+    (of all that the model gives, whatever the sampler does), by how much the best logit leads, and the entropy of
+    all probabilities, in nats.
     """
 
     slots: Ints
     tokens: Ints
     sure: Floats
     lead: Floats
+    entropy: Floats
 
     def __len__(self) -> int:
         return self.slots.size
@@ -39,21 +41,48 @@ class Guess:
     def before(self, end: int) -> Guess:
         """Of the slots before `end` alone."""
         n = int(self.slots.searchsorted(end))
-        return Guess(self.slots[:n], self.tokens[:n], self.sure[:n], self.lead[:n])
+        parts = (self.slots, self.tokens, self.sure, self.lead, self.entropy)
+        return Guess(*(part[:n] for part in parts))
 
     def first(self, count: int) -> Ints:
         """The places, in `slots`, of the `count` surest; the lowest slot of equals."""
         return np.argsort(-self.sure, kind="stable")[:count]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a row is before a call says something of it.
+
+    Attributes: `step`: calls of its block before; `total`: masks that the block had then; `open` [n]: which of the
+    block's slots are masks, the first of them being slot `first`; `before`: slots of the answer before the block;
+    `answer`: of all of it; `memory`: what the loop's `begin` gave for the row; `rng`: the row's own.
+    """
+
+    step: int
+    total: int
+    open: Mask
+    first: int
+    before: int
+    answer: int
+    memory: Any
+    rng: np.random.Generator
+
+
 class Canvas:
     """One group of rows: each is its prompt and as many masks as it may take tokens, and goes from block to block.
 
-    `branches`: rows that the session then has for each, which may hold different tokens of the block.
+    `branches`: rows that the session then has for each, which may hold different tokens of the block. `memory`: what
+    the loop keeps of each row.
     """
 
     def __init__(
-        self, session: Session, rows: list[Row], block: int, cache: str, branches: int = 1
+        self,
+        session: Session,
+        rows: list[Row],
+        block: int,
+        cache: str,
+        branches: int = 1,
+        memory: Sequence[Any] = (),
     ):
         canvas = session.observer(CanvasState)
         if canvas is None or canvas.diffusion is None:
@@ -63,7 +92,7 @@ class Canvas:
             )
         self.session, self.rows, self._block, self._cache = session, rows, block, cache
         self._mask, self._shift = canvas.diffusion.mask, int(canvas.diffusion.shift)
-        self.branches = branches
+        self.branches, self._memory = branches, memory
         if branches > 1:
             session.select(np.repeat(np.arange(len(rows)), branches))
         self.ends = np.array([0 if row.finish else row.prompt.size + row.left for row in rows])
@@ -98,6 +127,15 @@ class Canvas:
         """Masks of each row's block, [B]."""
         spans = zip(self.open, self.first, self.last, strict=True)
         return np.array([int(row[first:last].sum()) for row, first, last in spans])
+
+    def place(self, i: int, step: int, total: int) -> Place:
+        """Where a row is, of whose block so many masks were there `step` calls before."""
+        row, first, last = self.rows[i], int(self.first[i]), int(self.last[i])
+        start, end = row.prompt.size, int(self.ends[i])
+        hidden = self.open[i, first:last].copy()
+        return Place(
+            step, total, hidden, first, first - start, end - start, self._memory[i], row.rng
+        )
 
     def look(self, rest: bool = False) -> dict[int, Guess]:
         """One call; what it says of the masks in the block of each row that waits for some (`rest`: and of those
@@ -154,9 +192,13 @@ class Canvas:
         scores[:, self._mask] = -np.inf
         tokens = np.array([row.sampler(one, ids[: slots[0]], row.rng) for one in scores], np.int64)
         best = np.partition(scores, -2, axis=1)[:, -2:]
-        mass = np.exp(scores - best[:, 1:]).sum(axis=1, dtype=np.float64)
-        sure = np.exp(scores[np.arange(len(slots)), tokens] - best[:, 1]) / mass
-        return Guess(slots, tokens, sure, best[:, 1] - best[:, 0])
+        behind = scores - best[:, 1:]  # by how much each logit is below the best
+        parts = np.exp(behind)
+        mass = parts.sum(axis=1, dtype=np.float64)
+        sure = np.exp(behind[np.arange(len(slots)), tokens]) / mass
+        behind[:, self._mask] = 0.0
+        entropy = np.log(mass) - (parts * behind).sum(axis=1, dtype=np.float64) / mass
+        return Guess(slots, tokens, sure, best[:, 1] - best[:, 0], entropy)
 
     def commit(self, i: int, guess: Guess, places: Any) -> None:
         """Let these of a guess's slots (by their place in it) hold its tokens for good."""

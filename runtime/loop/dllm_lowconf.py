@@ -7,7 +7,7 @@ from typing import Any
 
 from accel.ir.axis import option
 from accel.runtime.loop._blocks import Blocks, share
-from accel.runtime.loop._canvas import Guess
+from accel.runtime.loop._canvas import Guess, Place
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class DllmLowconf(Blocks):
     def static(self) -> bool:
         return self.steps in (0, self.block)
 
-    def stays(self, guess: Guess, step: int, total: int) -> Any:
-        return guess.first(share(total, self.calls(total), step))
+    def stays(self, guess: Guess, place: Place) -> Any:
+        return guess.first(share(place.total, self.calls(place.total), place.step))
 
     def calls(self, total: int) -> int:
         """How many calls a block of `total` masks takes."""

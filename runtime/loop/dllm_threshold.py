@@ -9,7 +9,7 @@ import numpy as np
 
 from accel.ir.axis import option
 from accel.runtime.loop._blocks import Blocks, surest
-from accel.runtime.loop._canvas import Guess
+from accel.runtime.loop._canvas import Guess, Place
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class DllmThreshold(Blocks):
     def static(self) -> bool:
         return self.threshold > 1 and not self.factor
 
-    def stays(self, guess: Guess, step: int, total: int) -> Any:
+    def stays(self, guess: Guess, place: Place) -> Any:
         if not self.factor:
-            return surest(guess, self.threshold)
+            return surest(guess, guess.sure >= self.threshold)
         order = guess.first(len(guess))
         fits = (np.arange(len(order)) + 2) * (1 - guess.sure[order]) < self.factor
         return order[: max(1, len(order) if fits.all() else int(fits.argmin()))]

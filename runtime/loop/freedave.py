@@ -11,7 +11,7 @@ import numpy as np
 from accel.ir.axis import option
 from accel.ir.errors import InputError
 from accel.runtime.loop._blocks import Blocks
-from accel.runtime.loop._canvas import Canvas, Guess
+from accel.runtime.loop._canvas import Canvas, Guess, Place
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Freedave(Blocks):
     def static(self) -> bool:
         return True
 
-    def stays(self, guess: Guess, step: int = 0, total: int = 0) -> Any:
+    def stays(self, guess: Guess, place: Place | None = None) -> Any:
         return guess.first(1)
 
     def fill(self, canvas: Canvas) -> Iterator[tuple[int, int]]:

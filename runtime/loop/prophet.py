@@ -4,11 +4,10 @@ are filled at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accel.ir.axis import option
-from accel.runtime.loop._canvas import Canvas
+from accel.runtime.loop._canvas import Guess, Place
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
 
 
@@ -23,23 +22,15 @@ class Prophet(DllmLowconf):
     middle: float = option(5.0)
     late: float = option(2.5)
 
+    rest = True
+
     @property
     def static(self) -> bool:
         return False
 
-    def fill(self, canvas: Canvas) -> Iterator[tuple[int, int]]:
-        step, total = 0, canvas.counts
-        while canvas.waiting.any():
-            for i, guess in canvas.look(rest=True).items():
-                start, masks = canvas.rows[i].prompt.size, int(total[i])
-                done = canvas.first[i] - start + masks * step / self.calls(masks)
-                if guess.lead.mean() >= self.least(done / (canvas.ends[i] - start)):
-                    canvas.commit(i, guess, slice(None))
-                else:
-                    block = guess.before(canvas.last[i])
-                    canvas.commit(i, block, self.stays(block, step, masks))
-            step += 1
-            yield from canvas.take()
+    def ends(self, guess: Guess, place: Place) -> bool:
+        done = place.before + place.total * place.step / self.calls(place.total)
+        return bool(guess.lead.mean() >= self.least(done / place.answer))
 
     def least(self, done: float) -> float:
         """The lead that commits, where this share of the steps is done."""

@@ -9,45 +9,37 @@ import torch
 
 import accel
 from accel.ir.axis import Axis
-from accel.runtime.decode.context import DecodeContext
-from accel.runtime.decode.row import Row
 from accel.runtime.loop._canvas import Canvas
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
 from accel.runtime.loop.dllm_threshold import DllmThreshold
 from accel.runtime.loop.freedave import Freedave
 from accel.runtime.sample.standard import Standard
 
-from ..diffusion_case import LONGEST, MASK, VOCABULARY, Filler, official, prompts, surest, with_loop
+from ..diffusion_case import (
+    BLOCK,
+    MASK,
+    NEW,
+    VOCABULARY,
+    Filler,
+    decoded,
+    driven,
+    eager,
+    guess_of,
+    official,
+    prompts,
+    surest,
+    with_loop,
+)
 from ..references import reference
 
 AXIS = Axis("loop", "accel.runtime.loop")
 FILLS = [name for name in AXIS.names() if AXIS.method(name).masked_diffusion]
 CACHES = ("none", "prefix", "dual")
-NEW, BLOCK = 21, 8  # the last block is shorter
 
 
 @pytest.fixture(scope="module")
 def model():
-    """model(shift) -> (module, its eager build), for loops of any kind."""
-
-    @cache
-    def get(shift):
-        module = Filler(shift).eval()
-        recipe = {"loop": {"use": "dllm-lowconf"}}
-        return (module, accel.optimize(module, recipe, target="eager", max_context=LONGEST))
-
-    return get
-
-
-def decoded(compiled, use, given, new=NEW, **options):
-    """Tokens and graph calls of each prompt alone, and tokens of all together."""
-    with with_loop(compiled, use, **options) as made:
-        alone = [made.generate(prompt, max_new_tokens=new, eos=[]) for prompt in given]
-        return (
-            [out.tokens[0] for out in alone],
-            [out.stats["calls"] for out in alone],
-            made.generate(given, max_new_tokens=new, eos=[]).tokens,
-        )
+    return cache(eager)
 
 
 CASES = [(name, *case) for name in FILLS for case in reference("loop", name).CASES]
@@ -152,24 +144,17 @@ def test_factor_takes_more_as_it_grows():
     rng = np.random.default_rng(0)
     for _ in range(50):
         sure = rng.random(9) ** 0.1
-        guess = _guess(sure)
+        guess = guess_of(sure)
         taken = [
-            set(DllmThreshold(factor=f).stays(guess, 0, 9).tolist()) for f in (0.2, 0.5, 1.0, 2.0)
+            set(DllmThreshold(factor=f).stays(guess, None).tolist()) for f in (0.2, 0.5, 1.0, 2.0)
         ]
         assert all(a <= b for a, b in zip(taken, taken[1:], strict=False)) and len(taken[0]) >= 1
         for f, some in zip((0.2, 0.5, 1.0, 2.0), taken, strict=True):
             assert len(some) == 1 or all(sure[i] > 1 - f / (len(some) + 1) for i in some)
         over = [
-            set(DllmThreshold(threshold=t).stays(guess, 0, 9).tolist()) for t in (0.99, 0.9, 0.5)
+            set(DllmThreshold(threshold=t).stays(guess, None).tolist()) for t in (0.99, 0.9, 0.5)
         ]
         assert all(a <= b for a, b in zip(over, over[1:], strict=False))
-
-
-def _guess(sure):
-    from accel.runtime.loop._canvas import Guess
-
-    n = len(sure)
-    return Guess(np.arange(n), np.arange(n), sure, sure)
 
 
 # Exactness of freedave, and that a wrong rule is seen
@@ -181,21 +166,6 @@ class Trusting(Freedave):
 
     def _standing(self, draft, order, found):
         return max(1, len(found))
-
-
-def driven(loop, compiled, prompt, sampler=None, new=NEW):
-    """Tokens of one row, by a loop over a session of its own."""
-    row = Row(
-        np.array(prompt),
-        sampler or Standard(),
-        np.random.default_rng(0),
-        limit=new,
-        max_context=LONGEST,
-    )
-    with with_loop(compiled, "dllm-lowconf") as made, made.session() as own:
-        list(loop.tokens(own, [row], DecodeContext()))
-        assert own.lengths.tolist() == [len(prompt) + new - 1]
-        return row.tokens, own.stats["calls"]
 
 
 @pytest.mark.few(2)

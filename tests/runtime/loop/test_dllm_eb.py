@@ -1,0 +1,53 @@
+"""dllm-eb: the bound of what is drawn together, and its ends."""
+
+import numpy as np
+import pytest
+
+import accel
+from accel.runtime.loop.dllm_eb import DllmEb
+
+from ...diffusion_case import BLOCK, decoded, eager, guess_of, prompts
+
+
+def drawn(seed):
+    rng = np.random.default_rng(seed)
+    guess = guess_of(rng.random(9))
+    object.__setattr__(guess, "entropy", rng.exponential(0.5, 9))
+    return guess
+
+
+@pytest.mark.parametrize("order", ["entropy", "confidence", "margin"])
+def test_the_sum_but_for_the_largest_stays_below_the_bound(order):
+    for seed in range(40):
+        guess, before = drawn(seed), set()
+        for gamma in (0.0, 0.1, 0.7, 2.0, 1e9):
+            kept = DllmEb(gamma=gamma, order=order).stays(guess, None)
+            h = guess.entropy[kept]
+            assert h.sum() - h.max() <= gamma and before <= set(kept.tolist())
+            before = set(kept.tolist())
+            if len(kept) < len(guess):  # one more would not fit
+                all_in_order = DllmEb(gamma=1e9, order=order).stays(guess, None)
+                h = guess.entropy[all_in_order[: len(kept) + 1]]
+                assert h.sum() - h.max() > gamma
+        assert len(before) == len(guess)
+
+
+def test_tokens_that_are_certain_cost_nothing():
+    guess = drawn(0)
+    guess.entropy[[2, 5, 7]] = 0.0
+    kept = DllmEb(gamma=0.0).stays(guess, None).tolist()
+    assert kept[:3] == [2, 5, 7] and len(kept) == 4  # a fourth, for the largest is not counted
+
+
+def test_its_ends():
+    _, compiled = eager(True)
+    _, calls, _ = decoded(compiled, "dllm-eb", prompts(), block=BLOCK, gamma=0.0)
+    assert calls == [21, 21]
+    once = decoded(compiled, "dllm-eb", prompts(), block=BLOCK, gamma=1e9)
+    assert once == decoded(compiled, "dllm-threshold", prompts(), block=BLOCK, threshold=0.0)
+
+
+@pytest.mark.parametrize("gamma", [-0.1, float("nan"), "much"])
+def test_a_bound_that_is_none_is_refused(gamma):
+    with pytest.raises(accel.RecipeError, match="gamma"):
+        decoded(eager(False)[1], "dllm-eb", prompts(), gamma=gamma)
