@@ -25,21 +25,26 @@ from reference_data import REFERENCE, tasks
 from turns import head, row
 
 import accel
-from accel.ir.axis import host_method
+from accel.ir.axis import find_axes, host_method
 
 PLAIN = "dllm-lowconf"
-LOOPS: dict[str, dict[str, Any]] = {  # name -> loop table
-    PLAIN: {"use": "dllm-lowconf"},
-    "dllm-threshold": {"use": "dllm-threshold"},
+VARIED: dict[
+    str, dict[str, Any]
+] = {  # name -> loop table, of loops with other options than their defaults
     "dllm-threshold, factor 1": {"use": "dllm-threshold", "factor": 1.0},
     "dllm-blockcache, prefix": {"use": "dllm-blockcache", "cache": "prefix"},
-    "dllm-blockcache, dual": {"use": "dllm-blockcache"},
-    "prophet": {"use": "prophet"},
-    "freedave": {"use": "freedave"},
     "dllm-lowconf, dual": {"use": "dllm-lowconf", "cache": "dual"},
     "freedave, dual": {"use": "freedave", "cache": "dual"},
+    "localleap, dual": {"use": "localleap", "cache": "dual"},
 }
 TASKS = ("key_value", "copy", "rest")
+
+
+def loops() -> dict[str, dict[str, Any]]:
+    """Every loop that fills masks, the one that all are compared with first: name -> loop table."""
+    axis = find_axes()["loop"]
+    fills = [name for name in axis.names() if axis.method(name).masked_diffusion]
+    return {name: {"use": name} for name in (PLAIN, *fills)} | VARIED
 
 
 def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[str, str]]:
@@ -61,8 +66,8 @@ def measure(model: Any, given: Any) -> list[dict[str, Any]]:
         for number, (prompt, answer) in enumerate(
             questions(task, given.prompts, given.tokens, given.new)
         ):
-            for name, table in LOOPS.items():
-                model._loop = host_method({"loop": {**table, "block": given.block}}, "loop", PLAIN)
+            for name, table in loops().items():
+                model._loop = host_method({"loop": {"block": given.block, **table}}, "loop", PLAIN)
                 start = time.perf_counter()
                 out = model.generate(prompt, max_new_tokens=given.new)
                 seconds = time.perf_counter() - start
@@ -80,7 +85,7 @@ def table(lines: list[dict[str, Any]]) -> None:
     figures = ("exact answers", *plainly, "tokens/s", "of one token per call")
     head("task", "loop", *(f">{name}" for name in figures))
     for task in dict.fromkeys(x["task"] for x in lines):
-        for name in LOOPS:
+        for name in loops():
             some = [x for x in lines if x["task"] == task and x["loop"] == name]
             base = [plain[task, x["prompt"]] for x in some]
             pairs = list(zip(some, base, strict=True))
