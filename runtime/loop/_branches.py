@@ -18,17 +18,20 @@ from accel.runtime.session.session import Session
 
 class BeamGroup(ABC):
     """The ways of one prompt. `branches`: those that go on, each with a last token that the session has not seen;
-    at first one without any. `best`: the one that is the answer, once that is known.
+    at first one without any. `waits`: the places of those that the next call leaves out. `best`: the one that is the
+    answer, once that is known.
     """
 
     def __init__(self, row: Row):
         self.branches = [row.branch()]
+        self.waits = frozenset[int]()
         self.best: Row | None = None
 
     @abstractmethod
     def step(self, logits: Logits) -> list[int]:
-        """Take the logits [n,V] after each of the n branches and change `branches`, or find the `best`. Gives the
-        branch that each new one goes on from.
+        """Take the logits [n,V] after each of the n branches and change `branches`, or find the `best`; a line of a
+        branch that waited says nothing. Gives the branch that each new one goes on from. A new one may have fewer
+        tokens than the session holds of that: then the session goes back.
         """
 
 
@@ -67,10 +70,22 @@ def branched(
             for i, best in done.items():
                 yield from ((i, token) for token in best.tokens)
             if groups:
+                _go_back(session, groups, sizes, start)
                 logits = _run(session, groups, sizes)
     finally:
         with suppress(InputError):  # of a session that a failed call closed
             leave(session, sizes, held)
+
+
+def _go_back(session: Session, groups: dict[int, BeamGroup], sizes: Ints, start: Ints) -> None:
+    """Let each branch's row hold all of its tokens but the last, `start` [B] being the prompts' lengths."""
+    first, lengths = sizes.cumsum() - sizes, session.lengths
+    wanted = lengths.copy()
+    for i, group in groups.items():
+        there = slice(int(first[i]), int(first[i] + sizes[i]))
+        wanted[there] = [start[i] + len(branch.tokens) - 1 for branch in group.branches]
+    if (wanted < lengths).any():
+        session.rewind(np.minimum(wanted, lengths))
 
 
 def _run(session: Session, groups: dict[int, BeamGroup], sizes: Ints) -> Logits:
@@ -80,7 +95,7 @@ def _run(session: Session, groups: dict[int, BeamGroup], sizes: Ints) -> Logits:
     for i, group in groups.items():
         there = slice(int(first[i]), int(first[i] + sizes[i]))
         column[there, 0] = [branch.tokens[-1] for branch in group.branches]
-        counts[there] = 1
+        counts[there] = [n not in group.waits for n in range(len(group.branches))]
     return session.run(column, None if counts.all() else counts)[:, 0]
 
 

@@ -36,6 +36,7 @@ VARIED: dict[
     "dllm-lowconf, dual": {"use": "dllm-lowconf", "cache": "dual"},
     "freedave, dual": {"use": "freedave", "cache": "dual"},
     "localleap, dual": {"use": "localleap", "cache": "dual"},
+    "dllm-entropy, one block": {"use": "dllm-entropy", "block": 1 << 20},
 }
 TASKS = ("key_value", "copy", "rest")
 

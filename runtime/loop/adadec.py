@@ -1,0 +1,132 @@
+"""Adaptive decoding (AdaDec, arXiv:2506.08980): where the model is unsure, it tries tokens ahead before it takes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.axis import option
+from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
+from accel.runtime.call import Logits
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.row import Row
+from accel.runtime.loop import Base
+from accel.runtime.loop._branches import BeamGroup, branched
+from accel.runtime.session.session import Session
+
+
+@dataclass(frozen=True)
+class Adadec(Base):
+    """Greedy decoding, but where the entropy of the next token is `threshold` nats or more. There the `tries` likeliest
+    tokens are followed by `ahead` greedy ones each, and the token is taken whose own and following tokens have the
+    largest mean log-probability; what followed is dropped. Ties go to the likelier token.
+
+    One try, nothing ahead or an endless threshold is greedy decoding. The paper fits the threshold to a model; the
+    default suits none in particular. Requests that sample are refused.
+    """
+
+    threshold: float = option(1.0, least=0)
+    tries: int = option(3, least=1, most=64)
+    ahead: int = option(5, least=0, most=1024)
+
+    grade = "approximate"  # other tokens than greedy decoding takes
+    relies = frozenset({Invariant.REWIND})
+    searches = True
+
+    def tokens(
+        self, session: Session, rows: list[Row], context: DecodeContext
+    ) -> Iterator[tuple[int, int]]:
+        if any(not row.sampler.greedy for row in rows):
+            raise InputError(
+                "loop = adadec takes the likeliest tokens and does not sample; leave temperature at 0, or "
+                "build with another loop"
+            )
+        return branched(session, rows, lambda row: _Trying(row, self))
+
+
+@dataclass
+class _Try:
+    """A token that is tried: `row` has it, `ahead` goes on from it; `after`: logits [V] behind it."""
+
+    row: Row
+    ahead: Row
+    sums: list[float]
+    after: Logits | None = field(default=None)
+
+    @property
+    def worth(self) -> float:
+        return sum(self.sums) / len(self.sums)
+
+
+class _Trying(BeamGroup):
+    """One way, and where that is unsure the ways that are tried."""
+
+    def __init__(self, row: Row, method: Adadec):
+        super().__init__(row)
+        self._method = method
+        self._tries: list[_Try] = []
+
+    def step(self, logits: Logits) -> list[int]:
+        if not self._tries:
+            return self._go_on(self.branches[0], logits[0], 0)
+        for n, (one, line) in enumerate(zip(self._tries, logits, strict=True)):
+            if n not in self.waits:
+                self._hear(one, line)
+        return self._settled(list(range(len(self._tries))))
+
+    def _go_on(self, row: Row, logits: Logits, parent: int) -> list[int]:
+        """The next token of the only way, or the tries for it."""
+        method, logs = self._method, _logs(row, logits)
+        if method.tries == 1 or not method.ahead or _entropy(logs) < method.threshold:
+            row.accept(row.pick(logits), logits)
+            self.branches, self.waits = [row], frozenset()
+            if row.finish:
+                self.best = row
+            return [parent]
+        likeliest = np.argsort(-logs, kind="stable")[: method.tries]
+        for token in likeliest[logs[likeliest] > -np.inf].tolist():
+            tried = row.branch()
+            tried.accept(token, logits)
+            self._tries.append(_Try(tried, tried.branch(with_logprobs=False), [float(logs[token])]))
+        return self._settled([parent] * len(self._tries))
+
+    def _hear(self, one: _Try, logits: Logits) -> None:
+        """Take the likeliest token behind a try."""
+        if one.after is None:
+            one.after = logits.copy()
+        token = one.ahead.pick(logits)
+        one.sums.append(float(_logs(one.ahead, logits)[token]))
+        one.ahead.accept(token, None)
+
+    def _settled(self, parents: list[int]) -> list[int]:
+        """Go on with the tries that are not over; where all are, with the best one's token."""
+        most = self._method.ahead + 1
+        over = [bool(one.ahead.finish) or len(one.sums) == most for one in self._tries]
+        self.branches = [one.ahead for one in self._tries]
+        self.waits = frozenset(n for n, is_over in enumerate(over) if is_over)
+        if not all(over):
+            return parents
+        best = max(range(len(over)), key=lambda n: (self._tries[n].worth, -n))
+        one, self._tries = self._tries[best], []
+        if one.after is None:  # it ends the answer
+            self.best = one.row
+            return [parents[best]]
+        return self._go_on(one.row, one.after, parents[best])
+
+
+def _logs(row: Row, logits: Logits) -> npt.NDArray[np.float64]:
+    """Log-probabilities [V] of what the request lets follow."""
+    scores = row.sampler.scores(logits, row.seen).astype(np.float64)
+    scores -= scores.max()
+    logs: npt.NDArray[np.float64] = scores - np.log(np.exp(scores).sum())
+    return logs
+
+
+def _entropy(logs: npt.NDArray[np.float64]) -> float:
+    """In nats."""
+    p = np.exp(logs)
+    return float(-(p[p > 0] * logs[p > 0]).sum())
