@@ -1,4 +1,4 @@
-"""Adaptive decoding (AdaDec, arXiv:2506.08980): where the model is unsure, it tries tokens ahead before it takes one."""
+"""Adaptive decoding (AdaDec, arXiv:2506.08980): where the model is unsure, tokens are tried ahead."""
 
 from __future__ import annotations
 
