@@ -322,7 +322,14 @@ def test_weights_of_few_bits_and_fused_operators_stay_so_within_the_branches(dee
     assert len(branches) == LAYERS
     for node in branches:
         ops = {a.name: [n.op_type for n in a.g.node] for a in node.attribute}
-        assert ops["then_branch"] == ["Linear", "Place", "Attention", "Linear", "Linear", "Linear"]
+        assert ops["then_branch"] == [
+            "Linear",
+            "PlaceFloat16",
+            "AttentionFloat16",
+            "Linear",
+            "Linear",
+            "Linear",
+        ]
         assert ops["else_branch"].count("Linear") == 1 and "Attention" not in ops["else_branch"]
 
 

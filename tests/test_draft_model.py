@@ -329,7 +329,7 @@ def test_recipes_that_cannot_work_are_refused(tables, words):
 def test_layerskip_brings_its_depth():
     plan = assemble(Recipe.load("layerskip"))
     assert plan.recipe.tables["depth"] == {"use": "by-call"} and plan.grade == "distribution-exact"
-    assert [type(step).__name__ for step in plan.passes] == ["ByCall"]
+    assert [type(step).__name__ for step in plan.passes] == ["ByCall", "Replay"]
 
 
 def test_the_cache_is_shared(built):

@@ -7,7 +7,7 @@ import transformers as hf
 from safetensors import safe_open
 
 from accel.compiler.load import floats
-from accel.compiler.load.gguf import llama
+from accel.compiler.load.gguf import _paired
 from accel.compiler.load.source import open_source
 from accel.ir.errors import AccelError, CaptureError
 
@@ -35,7 +35,7 @@ def test_transformers_computes_what_the_file_holds(name, tmp_path):
 
 def test_rows_in_the_order_of_the_file_are_another_model(tmp_path, monkeypatch):
     """What the test above would see of a mistake."""
-    monkeypatch.setattr(llama, "paired", lambda rows, heads: torch.arange(rows))
+    monkeypatch.setattr(_paired, "paired", lambda rows, heads: torch.arange(rows))
     model = made(hf.LlamaConfig(**SIZES))
     floats.write(write(model, "llama", tmp_path / "m.gguf"), tmp_path / "m")
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "m")

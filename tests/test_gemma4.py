@@ -38,8 +38,12 @@ def made(form):
     )
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("form", FORMS)
+LONG = {"E2B", "26B-A4B"}  # which take 10 seconds and more
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=pytest.mark.long) if f in LONG else f for f in FORMS]
+)
 def test_a_form_is_right(form):
     model = made(form)
     with accel.optimize(model, max_context=64, max_batch=3) as compiled:
@@ -73,8 +77,10 @@ def test_keys_of_several_tokens_are_refused():
     assert result.state == "refused" and "compressor makes one key of 128 tokens" in result.why
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("kind", "most"), [("minimax_m3_vl_text", 48), ("qwen4_exp_text", 51)])
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("minimax_m3_vl_text", 48), pytest.param("qwen4_exp_text", 51, marks=pytest.mark.long)],
+)
 def test_a_choice_of_blocks_is_exact_while_it_takes_all(kind, most):
     from accel.compiler.smoke.clone import own_logits
     from accel.compiler.smoke.tiny_models import small_model

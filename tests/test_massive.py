@@ -48,7 +48,8 @@ def test_rounding_moves_that_token_most(model):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_weight_recipe_builds_with_its_checks(model, name):
-    recipe = {"weights": {"use": name, **find_axes()["weights"].small(name)}}
+    weights = {"use": name, **find_axes()["weights"].small(name)}
+    recipe = {"weights": weights, "kv.codec": {"use": "kv-float32"}}
     with accel.optimize(model, recipe, max_context=64) as compiled:
         steps = {s["name"]: s for s in compiled.report["steps"]}
         assert max(s["error"] for s in steps.values() if s["error"] is not None) < 1e-4

@@ -29,7 +29,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = self.Tested(SIZE, {"k": np.zeros((TOTAL, 1, SIZE, 1), np.float32)}, {})
+        self.pool = self.Tested(SIZE, {"k": np.zeros((TOTAL, 1, SIZE, 1), np.float32)}, {}, TOTAL)
         self.rows: list[tuple[list[int], list[int]]] = []  # tokens, blocks
         self.whole: dict[int, list[int]] = {}  # block -> all tokens up to its end
 
@@ -166,6 +166,6 @@ class HeadsFirst(Pool):
 
 def test_the_block_unused_for_longest_goes_first_and_tails_before_heads():
     arrays = {"k": np.zeros((3, 1, 1, 1), np.float32)}
-    oldest_first(Pool(1, arrays, {}))
+    oldest_first(Pool(1, arrays, {}, 3))
     with pytest.raises(AssertionError, match="tail"):
-        oldest_first(HeadsFirst(1, arrays, {}))
+        oldest_first(HeadsFirst(1, arrays, {}, 3))

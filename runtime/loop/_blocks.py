@@ -98,8 +98,8 @@ def share(total: int, steps: int, step: int) -> int:
     return total // steps + (step < total % steps)
 
 
-def surest(guess: Guess, wanted: Any) -> Any:
-    """The places of what is `wanted` [n], and of the surest."""
-    stays = wanted.copy()
+def surest(guess: Guess, chosen: Any) -> Any:
+    """The places of what is `chosen` [n], and of the surest."""
+    stays = chosen.copy()
     stays[guess.first(1)] = True
     return np.flatnonzero(stays)

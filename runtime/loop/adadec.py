@@ -73,9 +73,9 @@ class _Trying(BeamGroup):
     def step(self, logits: Logits) -> list[int]:
         if not self._tries:
             return self._go_on(self.branches[0], logits[0], 0)
-        for n, (one, line) in enumerate(zip(self._tries, logits, strict=True)):
+        for n, (tried, line) in enumerate(zip(self._tries, logits, strict=True)):
             if n not in self.waits:
-                self._hear(one, line)
+                self._hear(tried, line)
         return self._settled(list(range(len(self._tries))))
 
     def _go_on(self, row: Row, logits: Logits, parent: int) -> list[int]:
@@ -89,33 +89,34 @@ class _Trying(BeamGroup):
             return [parent]
         likeliest = np.argsort(-logs, kind="stable")[: method.tries]
         for token in likeliest[logs[likeliest] > -np.inf].tolist():
-            tried = row.branch()
-            tried.accept(token, logits)
-            self._tries.append(_Try(tried, tried.branch(with_logprobs=False), [float(logs[token])]))
+            with_it = row.branch()
+            with_it.accept(token, logits)
+            ahead = with_it.branch(with_logprobs=False)
+            self._tries.append(_Try(with_it, ahead, [float(logs[token])]))
         return self._settled([parent] * len(self._tries))
 
-    def _hear(self, one: _Try, logits: Logits) -> None:
+    def _hear(self, tried: _Try, logits: Logits) -> None:
         """Take the likeliest token behind a try."""
-        if one.after is None:
-            one.after = logits.copy()
-        token = one.ahead.pick(logits)
-        one.sums.append(float(_logs(one.ahead, logits)[token]))
-        one.ahead.accept(token, None)
+        if tried.after is None:
+            tried.after = logits.copy()
+        token = tried.ahead.pick(logits)
+        tried.sums.append(float(_logs(tried.ahead, logits)[token]))
+        tried.ahead.accept(token, None)
 
     def _settled(self, parents: list[int]) -> list[int]:
         """Go on with the tries that are not over; where all are, with the best one's token."""
         most = self._method.ahead + 1
-        over = [bool(one.ahead.finish) or len(one.sums) == most for one in self._tries]
-        self.branches = [one.ahead for one in self._tries]
+        over = [bool(tried.ahead.finish) or len(tried.sums) == most for tried in self._tries]
+        self.branches = [tried.ahead for tried in self._tries]
         self.waits = frozenset(n for n, is_over in enumerate(over) if is_over)
         if not all(over):
             return parents
         best = max(range(len(over)), key=lambda n: (self._tries[n].worth, -n))
-        one, self._tries = self._tries[best], []
-        if one.after is None:  # it ends the answer
-            self.best = one.row
+        tried, self._tries = self._tries[best], []
+        if tried.after is None:  # it ends the answer
+            self.best = tried.row
             return [parents[best]]
-        return self._go_on(one.row, one.after, parents[best])
+        return self._go_on(tried.row, tried.after, parents[best])
 
 
 def _logs(row: Row, logits: Logits) -> npt.NDArray[np.float64]:

@@ -63,7 +63,8 @@ def is_chunked(module: nn.Module) -> bool:
 def forms(model: nn.Module, chosen: Iterable[Form]) -> Iterator[None]:
     """Modules compute by the forms that were chosen for them, and their files by the functions that have forms."""
     changed: list[tuple[nn.Module, str]] = []
-    files = {type(m).__module__: vars(sys.modules[type(m).__module__]) for m in model.modules()}
+    names = {type(m).__module__ for m in model.modules()}
+    files = {name: vars(sys.modules[name]) for name in names if name in sys.modules}
     before = [(file, n, file[n]) for file in files.values() for n in _functions() if n in file]
     try:
         for file, name, _ in before:

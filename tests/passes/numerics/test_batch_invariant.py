@@ -24,7 +24,7 @@ HELD = (1, 7, 250, 255, 256, 505, 668)
 
 def llama(heads: int, groups: int, tied: bool):
     return models.random(
-        "llama", vocab_size=101, hidden_size=64, intermediate_size=100, num_hidden_layers=2,
+        "llama", vocab_size=101, hidden_size=16 * heads, intermediate_size=100, num_hidden_layers=2,
         num_attention_heads=heads, num_key_value_heads=groups, head_dim=20,
         max_position_embeddings=CONTEXT, tie_word_embeddings=tied,
     )  # fmt: skip
