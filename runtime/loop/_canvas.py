@@ -41,8 +41,9 @@ class Guess:
     def before(self, end: int) -> Guess:
         """Of the slots before `end` alone."""
         n = int(self.slots.searchsorted(end))
-        parts = (self.slots, self.tokens, self.sure, self.lead, self.entropy)
-        return Guess(*(part[:n] for part in parts))
+        return Guess(
+            self.slots[:n], self.tokens[:n], self.sure[:n], self.lead[:n], self.entropy[:n]
+        )
 
     def first(self, count: int) -> Ints:
         """The places, in `slots`, of the `count` surest; the lowest slot of equals."""

@@ -51,8 +51,12 @@ class Sched(DllmLowconf):
     def ends(self, guess: Guess, place: Place) -> bool:
         steady = self._steady(guess, place.memory) > self.patience or self.patience == STEADY
         done = place.before + place.total * place.step / self.calls(place.total)
-        over = {"mean": np.mean, "median": np.median, "least": np.min}[self.over]
-        return steady and bool(over(guess.lead) >= self.least(done, place.answer))
+        lead = {
+            "mean": guess.lead.mean(),
+            "median": np.median(guess.lead),
+            "least": guess.lead.min(),
+        }
+        return steady and bool(lead[self.over] >= self.least(done, place.answer))
 
     def _steady(self, guess: Guess, memory: Any) -> int:
         before, now = (
