@@ -190,7 +190,9 @@ def test_texts_and_tokens_are_those_of_transformers(family):
     texts = set()
     for messages, given in product(CONVERSATIONS, GIVEN):
         asked = {"add_generation_prompt": True, **given}
-        bare = [{k: v for k, v in m.items() if v is not None} for m in messages]  # later versions do so themselves
+        bare = [
+            {k: v for k, v in m.items() if v is not None} for m in messages
+        ]  # later versions do so themselves
         want = either(their.apply_chat_template, bare, tokenize=False, **asked)
         assert either(mine.apply_chat_template, messages, tokenize=False, **given) == want
         texts.add(want)

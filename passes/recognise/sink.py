@@ -19,19 +19,19 @@ _LIMIT = 64  # operators between the scores and their softmax
 
 @dataclass(frozen=True)
 class Sink:
-    """`score`: a value, or where it is computed. `kept`: it has an axis of keys, of length 1. `end`: where it comes
-    into play, if that is behind the product with v.
+    """`score`: a value, or where it is computed. `keeps_axis`: it has an axis of keys, of length 1. `end`: where it
+    comes into play, if that is behind the product with v.
     """
 
     score: fx.Node | float
-    kept: bool = True
+    keeps_axis: bool = True
     end: fx.Node | None = None
 
 
-def without_sink(given: object, kinds: Kinds) -> tuple[fx.Node, Sink | None]:
+def without_sink(softmaxed: object, kinds: Kinds) -> tuple[fx.Node, Sink | None]:
     """The scores, and the one beside them that no key has; less a maximum they lose nothing."""
-    assert isinstance(given, fx.Node)
-    node, sink = given, None
+    assert isinstance(softmaxed, fx.Node)
+    node, sink = softmaxed, None
     for _ in range(_LIMIT):
         op = packet(node)
         if op in _CASTS or (op is aten.sub and _is_maximum(node.args[1], _arg(node, 0))):
