@@ -72,7 +72,7 @@ def read_sink(program: Program, written: Written) -> Tensor | None | str:
     if isinstance(written.sink.score, float):
         return torch.full((heads,), written.sink.score)
     value = try_out(program, written.sink.score, {}, torch.arange(3)[None])
-    value = value if written.sink.keyed else value.unsqueeze(-1)
+    value = value if written.sink.keeps_axis else value.unsqueeze(-1)
     value = value.transpose(1, 2) if _tokens_first(written.scores) else value
     value = value.expand(
         torch.broadcast_shapes(value.shape, concrete(program, written.product, 1, 3)[:-1] + [1])

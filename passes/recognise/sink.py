@@ -19,19 +19,19 @@ _LIMIT = 64  # operators between the scores and their softmax
 
 @dataclass(frozen=True)
 class Sink:
-    """`score`: a value, or where it is computed. `keyed`: it has an axis of keys, of length 1. `end`: where it comes
-    into play, if that is behind the product with v.
+    """`score`: a value, or where it is computed. `keeps_axis`: it has an axis of keys, of length 1. `end`: where it
+    comes into play, if that is behind the product with v.
     """
 
     score: fx.Node | float
-    keyed: bool = True
+    keeps_axis: bool = True
     end: fx.Node | None = None
 
 
-def without_sink(scores: object, kinds: Kinds) -> tuple[fx.Node, Sink | None]:
+def without_sink(softmaxed: object, kinds: Kinds) -> tuple[fx.Node, Sink | None]:
     """The scores, and the one beside them that no key has; less a maximum they lose nothing."""
-    assert isinstance(scores, fx.Node)
-    node, sink = scores, None
+    assert isinstance(softmaxed, fx.Node)
+    node, sink = softmaxed, None
     for _ in range(_LIMIT):
         op = packet(node)
         if op in _CASTS or (op is aten.sub and _is_maximum(node.args[1], _arg(node, 0))):

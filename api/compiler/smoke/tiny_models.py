@@ -22,7 +22,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ["hidden_size", "d_model", "n_embd", "dim", "embedding_dim", "emb_dim", "embedding_size",
          "word_embed_proj_dim", "lru_width", "attention_hidden_size", "input_embedding_size",
-         "output_embedding_size"], HIDDEN),
+         "output_embedding_size", "adapter_in_dim", "adapter_input_size", "adapter_out_dim",
+         "adapter_output_size"], HIDDEN),
     **dict.fromkeys(
         ["num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
          "encoder_attention_heads", "attention_heads", "num_decoder_attention_heads",
