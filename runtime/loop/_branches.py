@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,20 +21,43 @@ from accel.runtime.session.session import Session
 class BeamGroup(ABC):
     """The ways of one prompt. `branches`: those that go on, each with a last token that the session has not seen;
     at first one without any. `waits`: the places of those that the next call leaves out. `best`: the one that is the
-    answer, once that is known.
+    answer, once that is known. `reads`: whether `lines` are wanted, of each branch the logits [k,V] behind each of the
+    k tokens that the last call ran of it.
     """
+
+    reads: ClassVar[bool] = False
 
     def __init__(self, row: Row):
         self.branches = [row.branch()]
         self.waits = frozenset[int]()
         self.best: Row | None = None
+        self.lines: list[Logits] = []
 
     @abstractmethod
     def step(self, logits: Logits) -> list[int]:
         """Take the logits [n,V] after each of the n branches and change `branches`, or find the `best`; a line of a
-        branch that waited says nothing. Gives the branch that each new one goes on from. A new one may have fewer
-        tokens than the session holds of that: then the session goes back.
+        branch that waited says nothing. Gives the branch that each new one goes on from. A new one may have any tokens:
+        the session goes back to those that both begin with, and runs the others of it in one call.
         """
+
+
+@dataclass
+class _Held:
+    """What a row of the session holds of a branch: its first `count` tokens; `row` may take others since."""
+
+    row: Row
+    count: int = 0
+
+    def common(self, branch: Row) -> int:
+        """The tokens that the row may keep for a branch, whose last one is always run."""
+        both = min(self.count, len(branch.tokens) - 1)
+        if branch is self.row:
+            return both
+        start = self.row.prompt.size
+        differ = np.flatnonzero(
+            self.row.seen[start : start + both] != branch.seen[start : start + both]
+        )
+        return int(differ[0]) if differ.size else both
 
 
 def branched(
@@ -48,68 +73,66 @@ def branched(
         return
     logits = prompted(session, rows)[:, 0]
     start, sizes = session.lengths, np.ones(len(rows), np.int64)
-    held = start.copy()  # what is known to hold of each row's tokens
+    kept = start.copy()  # what is known to hold of each row's tokens
+    holds = {i: [_Held(group.branches[0])] for i, group in groups.items()}
     try:
         while groups:
             chosen = [np.zeros(1, np.int64) for _ in rows]
             for i, part in enumerate(np.split(logits, sizes.cumsum()[:-1])):
                 if i in groups:
-                    before = groups[i].branches
                     chosen[i] = np.array(groups[i].step(part))
                     if (best := groups[i].best) is not None:
-                        chosen[i], common = _nearest(before, best)
-                        held[i] = start[i] + common
+                        common = [held.common(best) for held in holds[i]]
+                        chosen[i] = np.array([np.argmax(common)])
+                        kept[i] = start[i] + max(common)
+                    holds[i] = [replace(holds[i][parent]) for parent in chosen[i]]
             session.select(
                 np.concatenate([a + b for a, b in zip(chosen, sizes.cumsum() - sizes, strict=True)])
             )
             sizes = np.array([rows_of.size for rows_of in chosen])
             done = {i: group.best for i, group in groups.items() if group.best is not None}
             for i, best in done.items():
-                del groups[i]
+                del groups[i], holds[i]
                 rows[i].follow(best)
             for i, best in done.items():
                 yield from ((i, token) for token in best.tokens)
             if groups:
-                _go_back(session, groups, sizes, start)
-                logits = _run(session, groups, sizes)
+                logits = _run(session, groups, holds, sizes)
     finally:
         with suppress(InputError):  # of a session that a failed call closed
-            leave(session, sizes, held)
+            leave(session, sizes, kept)
 
 
-def _go_back(session: Session, groups: dict[int, BeamGroup], sizes: Ints, start: Ints) -> None:
-    """Let each branch's row hold all of its tokens but the last, `start` [B] being the prompts' lengths."""
-    first, lengths = sizes.cumsum() - sizes, session.lengths
-    wanted = lengths.copy()
-    for i, group in groups.items():
-        there = slice(int(first[i]), int(first[i] + sizes[i]))
-        wanted[there] = [start[i] + len(branch.tokens) - 1 for branch in group.branches]
-    if (wanted < lengths).any():
-        session.rewind(np.minimum(wanted, lengths))
-
-
-def _run(session: Session, groups: dict[int, BeamGroup], sizes: Ints) -> Logits:
-    """The logits [R,V] after the last token of each branch, in one call."""
-    column, counts = np.zeros((int(sizes.sum()), 1), np.int64), np.zeros(int(sizes.sum()), np.int64)
-    first = sizes.cumsum() - sizes
-    for i, group in groups.items():
-        there = slice(int(first[i]), int(first[i] + sizes[i]))
-        column[there, 0] = [branch.tokens[-1] for branch in group.branches]
-        counts[there] = [n not in group.waits for n in range(len(group.branches))]
-    return session.run(column, None if counts.all() else counts)[:, 0]
-
-
-def _nearest(branches: list[Row], best: Row) -> tuple[Ints, int]:
-    """The branch whose tokens, all of them held, have most in common with the first of `best` [1], and how many
-    these are; its last token counts as not held.
+def _run(
+    session: Session, groups: dict[int, BeamGroup], holds: dict[int, list[_Held]], sizes: Ints
+) -> Logits:
+    """The logits [R,V] after the last token of each branch: rows go back to what their branches have in common with
+    what they hold, and one call runs the rest.
     """
-    found = []
-    for branch in branches:
-        both = min(len(branch.tokens), len(best.tokens) - 1)
-        differ = np.flatnonzero(np.not_equal(branch.tokens[:both], best.tokens[:both]))
-        found.append(int(differ[0]) if differ.size else both)
-    nearest = int(np.argmax(found))
-    return np.array([nearest]), found[nearest]
+    first, new = sizes.cumsum() - sizes, [list[int]() for _ in range(int(sizes.sum()))]
+    back = np.zeros(len(new), np.int64)
+    for i, group in groups.items():
+        for n, (held, branch) in enumerate(zip(holds[i], group.branches, strict=True)):
+            common = held.common(branch)
+            back[first[i] + n] = held.count - common
+            held.row, held.count = branch, common
+            if n not in group.waits:
+                new[first[i] + n], held.count = branch.tokens[common:], len(branch.tokens)
+    if back.any():
+        session.rewind(session.lengths - back)
+    counts = np.array([len(tokens) for tokens in new])
+    columns = np.zeros((counts.size, max(1, int(counts.max()))), np.int64)
+    for column, tokens in zip(columns, new, strict=True):
+        column[: len(tokens)] = tokens
+    reads = any(group.reads for group in groups.values())
+    whole = None if (counts == columns.shape[1]).all() else counts
+    logits = session.run(columns, whole, last_only=not reads)
+    if not reads:
+        return logits[:, 0]
+    for i, group in groups.items():
+        there = range(int(first[i]), int(first[i] + sizes[i]))
+        group.lines = [logits[place, : counts[place]] for place in there] if group.reads else []
+    return logits[np.arange(counts.size), np.maximum(counts - 1, 0)]
 
 
 def leave(session: Session, sizes: Ints, lengths: Ints) -> None:
