@@ -237,9 +237,9 @@ def run(
 
 def _scorer(path: Path | None) -> AbstractContextManager[CompiledModel | None]:
     """The model that gives texts their scores."""
-    import accel
+    from accel.runtime.model.load import load
 
-    return nullcontext() if path is None else accel.load(path)
+    return nullcontext() if path is None else load(path)
 
 
 def _structure(

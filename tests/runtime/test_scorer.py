@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import accel
 from accel.cli import app
 from accel.ir.errors import InputError
+from accel.runtime.model import load
 
 ASKED = dict(max_new_tokens=9, eos=[], temperature=2.0, seed=1)
 
@@ -62,14 +63,14 @@ def test_a_loop_that_asks_none_takes_none(toy):
 
 def test_the_command_line_takes_an_artifact(model, monkeypatch, tmp_path):
     (tmp_path / "scorer").mkdir()
-    load = accel.load
+    own = load.load
 
     def loaded(path, *words, **more):
         if path == tmp_path / "scorer":
             return contextlib.nullcontext(SimpleNamespace(score=last))
-        return load(path, *words, **more)
+        return own(path, *words, **more)
 
-    monkeypatch.setattr(accel, "load", loaded)
+    monkeypatch.setattr(load, "load", loaded)
     words = ["run", str(model.artifact.path), "--prompt", "for i in", "--temperature", "2", "--seed", "1"]  # fmt: skip
     words += ["--max-new-tokens", "9", "--ignore-eos"]
     want = model.generate("for i in", 9, temperature=2.0, seed=1, eos=[], scorer=last).text[0]
