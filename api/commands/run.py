@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -129,6 +130,16 @@ class OutputOptions:
     ] = None
 
 
+Scorer = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        exists=True,
+        help="Artifact of a model that compares two texts (a cross-encoder): a search goes by its scores.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class StructureOptions:
     """What the text is to follow."""
@@ -169,6 +180,7 @@ def run(
     ends: StopOptions,
     more: OutputOptions,
     structure: StructureOptions,
+    scorer: Scorer = None,
     loading: options.Loading,
     building: options.Building,
     as_json: options.Json = False,
@@ -203,7 +215,7 @@ def run(
         "sampling_params": params,
     }
     opened = open_model(path, context, **vars(loading), **building.options())
-    with opened as model:
+    with opened as model, _scorer(scorer) as settings["scorer"]:
         if prompts.save_session is not None:
             if prompts.session is not None:
                 raise typer.BadParameter("--session and --save-session: use one of them")
@@ -221,6 +233,13 @@ def run(
             print_json({**shown, "stats": out.stats})
         else:
             _stream(model, prompt, settings)
+
+
+def _scorer(path: Path | None) -> AbstractContextManager[CompiledModel | None]:
+    """The model that gives texts their scores."""
+    from accel.runtime.model.load import load
+
+    return nullcontext() if path is None else load(path)
 
 
 def _structure(

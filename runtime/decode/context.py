@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from accel.ir.facts import Facts
 from accel.runtime.decode.costs import Costs
 from accel.runtime.decode.judge import Judge
+from accel.runtime.decode.scorer import Scorer
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 
@@ -33,7 +34,7 @@ class Model(Protocol):
 class DecodeContext:
     """What a loop is given beside sessions: a method of each axis that it asks for, what calls cost here
     (None: not known), what the sessions are of, what outlives a request (`draft.Base.store`), and what the request says
-    of drafted text (None: nothing).
+    of drafted text, and of those that a search finds (None: nothing).
     """
 
     methods: Mapping[str, Any] = field(default_factory=dict)
@@ -41,3 +42,4 @@ class DecodeContext:
     model: Model | None = None
     store: Any = None
     judge: Judge | None = None
+    scorer: Scorer | None = None

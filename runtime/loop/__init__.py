@@ -50,6 +50,7 @@ class Base(Method, ABC):
     )
 
     judges: ClassVar[bool] = False  # whether it asks the request's `judge`
+    scores: ClassVar[bool] = False  # whether it asks the request's `scorer`
 
     @property
     def weighs(self) -> bool:

@@ -132,7 +132,8 @@ def _run(
     for i, group in groups.items():
         there = range(int(first[i]), int(first[i] + sizes[i]))
         group.lines = [logits[place, : counts[place]] for place in there] if group.reads else []
-    return logits[np.arange(counts.size), np.maximum(counts - 1, 0)]
+    last: Logits = logits[np.arange(counts.size), np.maximum(counts - 1, 0)]
+    return last
 
 
 def leave(session: Session, sizes: Ints, lengths: Ints) -> None:

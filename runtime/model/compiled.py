@@ -25,6 +25,7 @@ from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.decode.pool import groups
 from accel.runtime.decode.prompt_scores import PromptScores
 from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
+from accel.runtime.decode.scorer import Scorer
 from accel.runtime.inputs.encoder_inputs import encoder_rows
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.inputs.prompts import (
@@ -145,6 +146,8 @@ class CompiledModel:
             n, logprobs, logit_bias, logits_processors, structured_outputs: as in `SamplingParams`.
             judge: a function (drafted text, the model's own text) -> bool: whether the first may stand for the second;
                 for a model whose loop drafts steps of text (`lookahead-reasoning`). None: the loop's own rule.
+            scorer: a function (prompt, texts behind it) -> a number for each, the higher the better, or a model that
+                compares two texts; for a loop that searches by it (`a-star-decoding`). None: the loop's own score.
 
         Raises:
             InputError: a prompt or an option is out of range.
@@ -154,7 +157,7 @@ class CompiledModel:
         sources, prompts = self._sources(given, prompts)
         samples = self._samples(prompts, params)
         names = self._sessions.named(given.adapter, len(samples) // params.n)
-        context = self._context(given.judge)
+        context = self._context(given.judge, given.scorer)
         meter = Meter(self.tuning, context.costs)
         for _ in self._decode(samples, params.n, sources, names, meter, context):
             pass
@@ -197,7 +200,7 @@ class CompiledModel:
         names = self._sessions.named(given.adapter, 1)
         if session is not None:
             prompt = prompt_behind(session, prompt, given.adapter, self.facts, self.tokenizer)
-        return self._stream(prompt, params, text, sources, names, session, given.judge)
+        return self._stream(prompt, params, text, sources, names, session, given)
 
     def chat(
         self,
@@ -398,12 +401,17 @@ class CompiledModel:
         backend = self._sessions.backend
         return None if backend is None else backend.cost_key
 
-    def _context(self, judge: JudgeFunction | None = None) -> DecodeContext:
+    def _context(self, judge: JudgeFunction | None = None, scorer: Any = None) -> DecodeContext:
         """What the loop is given for a request; costs are measured where it goes by them. Raises InputError."""
         if judge is not None and not self._loop.judges:
             raise InputError(
                 "judge: this model's loop drafts no steps of text that it could judge; leave it out, or build with the "
                 "recipe 'lookahead-reasoning'"
+            )
+        if scorer is not None and not self._loop.scores:
+            raise InputError(
+                "scorer: this model's loop compares no texts by a score; leave it out, or build with a recipe that "
+                "does, such as 'a-star-decoding'"
             )
         return DecodeContext(
             self._methods,
@@ -411,6 +419,7 @@ class CompiledModel:
             self,
             self._store,
             None if judge is None else Judge(judge),
+            None if scorer is None else Scorer(scorer),
         )
 
     def decoding(self) -> tuple[Loop, DecodeContext]:
@@ -537,7 +546,7 @@ class CompiledModel:
         sources: Sources,
         names: list[str | None],
         session: Session | None = None,
-        judge: JudgeFunction | None = None,
+        given: PromptOptions | None = None,
     ) -> Stream:
         """The stream of one sample of one prompt; `session`: as in `_decode`. Raises InputError."""
         if params.n > 1:
@@ -550,7 +559,8 @@ class CompiledModel:
                 f"stream takes one prompt, not {len(samples)}; use generate for several"
             )
         sample = samples[0]
-        context = self._context(judge)
+        given = given or PromptOptions()
+        context = self._context(given.judge, given.scorer)
         meter = Meter(self.tuning, context.costs)
         tokens = self._decode([sample], 1, sources, names, meter, context, session)
         return Stream(pieces(tokens, sample.script if text else None), meter, sample)

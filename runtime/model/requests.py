@@ -43,6 +43,7 @@ class RequestOptions(SamplingOptions, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     adapter: Any
     judge: JudgeFunction | None
+    scorer: Any
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class PromptOptions:
     chat_template_kwargs: Mapping[str, Any] | None = None
     adapter: Any = None
     judge: JudgeFunction | None = None
+    scorer: Any = None
 
 
 def parse_options(

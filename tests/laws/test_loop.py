@@ -31,6 +31,7 @@ from ..prefill_case import built
 AXIS = Axis("loop", "accel.runtime.loop")
 CAUSAL = [name for name in AXIS.names() if not AXIS.method(name).masked_diffusion]
 WARM = Standard(temperature=0.8, top_k=20)
+SAMPLERS = (Standard(), WARM)
 PROMPTS = [np.random.default_rng(n).integers(3, 50, n) for n in (17, 5, 9)]
 NEW = 12
 TREES = {"draft": {"use": "token-recycling"}}  # whose sessions take trees
@@ -104,7 +105,7 @@ def decoded(model, loop, told, prompts, sampler, seed=3):
     return came
 
 
-def law_rows(model, loop, told, samplers=(Standard(), WARM)):
+def law_rows(model, loop, told, samplers=SAMPLERS):
     """Alone as in a batch, and again with the same seed."""
     for sampler in samplers:
         together = decoded(model, loop, told, PROMPTS, sampler)
