@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +22,10 @@ from accel.runtime.loop._canvas import Guess
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
 
+from .own_case import file_of
+
 VOCABULARY, MASK, LONGEST = 41, 40, 96
+CACHES = ("none", "prefix", "dual")
 NEW, BLOCK = 21, 8  # tokens of an answer, whose last block is shorter
 
 
@@ -63,6 +69,75 @@ class Filler(nn.Module):
         return self.head(x)
 
 
+@dataclass
+class Seen:
+    """What a call says of one row, plainly.
+
+    Of the block's K slots: `slots`, which of them are masks (`free`), and `logits` [K,V], -inf of the mask token. Of
+    every mask that the call sees, in the block and behind it: `masks` [n] and `behind` [n,V]. `step`: calls of the
+    block before; `start`, `end`: of the answer; `memory`: what a rule keeps of the row from call to call.
+    """
+
+    slots: np.ndarray
+    free: np.ndarray
+    logits: np.ndarray
+    masks: np.ndarray
+    behind: np.ndarray
+    step: int
+    start: int
+    end: int
+    memory: dict[str, Any]
+
+    @property
+    def sure(self) -> np.ndarray:
+        """The probability of the best token of each slot [K]; -inf where it is filled."""
+        return np.where(self.free, law(self.logits).max(1), -np.inf)
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """Of each slot [K], in nats; infinite where it is filled."""
+        p = law(self.logits)
+        return np.where(self.free, -(p * np.log(np.where(p > 0, p, 1))).sum(1), np.inf)
+
+    @property
+    def order(self) -> list[int]:
+        """The masks of the block, the least entropy first."""
+        return [i for i in np.argsort(self.entropy, kind="stable").tolist() if self.free[i]]
+
+    @property
+    def lead(self) -> np.ndarray:
+        """By how much the best logit of each mask that the call sees leads, [n]."""
+        two = np.sort(self.behind, 1)[:, -2:]
+        return two[:, 1] - two[:, 0]
+
+
+class Case(NamedTuple):
+    """What the law compares a loop with: the loop's options, `stays(seen)`, the places of the block's slots that a call
+    fills, and `early(seen)`, whether all that the call sees is filled at once. fewer: the loop may take fewer calls.
+    """
+
+    options: dict[str, Any]
+    stays: Callable[[Seen], Any]
+    early: Callable[[Seen], bool] | None = None
+    fewer: bool = False
+
+    def __str__(self) -> str:
+        return str(self.options)
+
+
+def own(name: str) -> ModuleType:
+    """The test file of a loop that fills masks, `tests/runtime/loop/test_METHOD.py`; it holds CASES: its published
+    rule, plainly.
+    """
+    return file_of("runtime.loop", name, "CASES")
+
+
+def law(logits: np.ndarray) -> np.ndarray:
+    """Probabilities [n,V]."""
+    weights = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
+    return weights / weights.sum(1, keepdims=True)
+
+
 def official(
     model: Filler,
     prompt: Any,
@@ -72,84 +147,50 @@ def official(
     cache: str = "none",
     early: Any = None,
 ) -> tuple[list[int], int]:
-    """New tokens and calls. `stays(confidence [K], step, masks)`: which slots of a block are filled, -inf where one
-    is; where it is `whole`, an answer's `memory` and logits [K,V] of the block, too. `early(lead of masks,
-    share of steps done)`: whether all that is left is filled at once; where it is `whole`, `slots` and `tokens` of
-    the masks, too.
-    """
+    """New tokens and calls of one row, by the rules of a `Case`."""
     memory: dict[str, Any] = {}
-    x = torch.tensor([*prompt, *[MASK] * new])
-    calls, start = 0, len(prompt)
-    while start < len(x):
-        stop = min(start + block, len(x))
-        step, masks, store = 0, int((x[start:stop] == MASK).sum()), {}
+    x = np.array([*prompt, *[MASK] * new])
+    calls, start, end = 0, len(prompt), len(x)
+    while start < end:
+        stop = min(start + block, end)
+        step, store = 0, {}
         while (x[start:stop] == MASK).any():
             whole = step == 0 or cache == "none"
             first = 0 if whole else start - model.shift
-            last = stop if cache == "dual" and not whole else len(x)
-            logits = model.cached(x[first:last], first, {} if cache == "none" else store)
+            last = stop if cache == "dual" and not whole else end
+            said = model.cached(
+                torch.tensor(x[first:last]), first, {} if cache == "none" else store
+            ).numpy()
             calls += 1
-            at = torch.arange(start, last)
-            scores = logits[at - model.shift - first]
-            scores[:, MASK] = -torch.inf
-            token, free = scores.argmax(-1), x[at] == MASK
-            sure = scores.softmax(-1).max(-1).values.masked_fill(~free, -torch.inf)
-            top = scores.topk(2).values
-            done = (start - len(prompt) + step) / new
-            more = {"memory": memory, "slots": at[free].tolist(), "tokens": token[free].tolist()}
-            lead = (top[:, 0] - top[:, 1])[free]
-            if early is not None and early(
-                lead, done, **(more if getattr(early, "whole", 0) else {})
-            ):
+            at = np.arange(start, last)
+            logits = said[at - model.shift - first]
+            logits[:, MASK] = -np.inf
+            token, free, here = logits.argmax(1), x[at] == MASK, slice(stop - start)
+            seen = Seen(
+                at[here], free[here], logits[here], at[free], logits[free], step, len(prompt), end,
+                memory,
+            )  # fmt: skip
+            if early is not None and early(seen):
                 x[at[free]] = token[free]
                 break
-            here = sure[: stop - start], step, masks
-            if getattr(stays, "whole", False):
-                chosen = stays(*here, memory=memory, logits=scores[: stop - start])
-            else:
-                chosen = stays(*here)
+            chosen = stays(seen)
             x[at[chosen]] = token[chosen]
             step += 1
         start = stop
     return x[len(prompt) :].tolist(), calls
 
 
-def whole(rule):
-    """Of a rule that takes more, see `official`."""
-    rule.whole = True
-    return rule
-
-
-def entropies(logits, sure):
-    """Of the masks [K], in nats; infinite where none is."""
-    p = logits.softmax(-1)
-    return -(p * (p + 1e-45).log()).sum(-1).masked_fill(sure == -torch.inf, torch.inf)
-
-
 def surest(count):
     """`count` of each call: low confidence is put off."""
-    return lambda sure, step, masks: sure.topk(min(count, int((sure > -1).sum()))).indices
+    return lambda seen: np.argsort(-seen.sure, kind="stable")[: min(count, int(seen.free.sum()))]
 
 
 def above(threshold):
     """Fast-dLLM's threshold."""
-    return lambda sure, step, masks: ((sure >= threshold) | (sure == sure.max())).nonzero()[:, 0]
+    return lambda seen: np.flatnonzero((seen.sure >= threshold) | (seen.sure == seen.sure.max()))
 
 
-def by_factor(factor):
-    """Fast-dLLM's factor: n + 1 slots are too many as soon as (n + 1)(1 - confidence) is not below it."""
-
-    def stays(sure, step, masks):
-        order = sure.sort(descending=True)
-        count = int((sure > -1).sum())
-        for n in range(1, count + 1):
-            if (n + 1) * (1 - order.values[n - 1]) >= factor:
-                return order.indices[: max(1, n - 1)]
-        return order.indices[:count]
-
-    return stays
-
-
+@cache
 def eager(shift: bool) -> tuple[Filler, CompiledModel]:
     """A model and its eager build, for loops of any kind."""
     module = Filler(shift).eval()
@@ -201,6 +242,7 @@ def driven(
 
 
 def guess_of(sure: Any) -> Guess:
-    """What a call says that is as sure of slots 0 to n."""
-    n = len(sure)
-    return Guess(np.arange(n), np.arange(n), sure, sure, 1 - sure)
+    """What a call says that is as sure of slots 0 to n, each of which has two tokens to choose from."""
+    p = np.array(sure, float)
+    said = np.log(np.stack([p, np.maximum(1 - p, 1e-30)], axis=1))
+    return replace(Guess.of(np.arange(len(p)), np.zeros(len(p), np.int64), said), sure=p)

@@ -83,12 +83,15 @@ def test_a_started_search_builds_and_finds_what_the_eager_target_finds(started, 
     assert outcome.kind == "equal", outcome.why
 
 
-def test_a_started_loop_of_masked_diffusion_has_a_reference(started):
+def test_a_started_loop_of_masked_diffusion_is_three_files(started):
+    """With nothing edited: it builds, and its own test file has the rule that the law compares it with."""
     made = started("loop", "dllm-lowconf")
     assert AXES["loop"].build(NAME).masked_diffusion
-    assert Path("recipes", "diffusion", f"{NAME}.toml") in made
-    assert "surest(1)" in made[Path("tests", "references", "loop", f"{STEM}.py")]
-    assert "matrix" not in made[Path("tests", "runtime", "loop", f"test_{STEM}.py")]
+    method, recipe, test = made
+    assert method == Path("runtime", "loop", f"{STEM}.py")
+    assert recipe == Path("recipes", "diffusion", f"{NAME}.toml")
+    assert test == Path("tests", "runtime", "loop", f"test_{STEM}.py")
+    assert "CASES = [Case({}, surest(1))]" in made[test] and "matrix" not in made[test]
 
 
 def test_a_started_sampler_is_three_files_and_requests_draw_with_it(started, toy_sampled):

@@ -120,11 +120,8 @@ def files_of(axis: Axis, name: str, like: str = "") -> dict[Path, str]:
     made = {folder / f"{stem}.py": filled(folder / f"{template}.py")}
     if (recipe := folder / f"{TEMPLATE}.toml").exists():
         made[group_of(axis, like) / f"{name}.toml"] = filled(recipe)
-    reference = ROOT / "tests" / "references" / axis.name / f"{template}.py"
-    if reference.exists():
-        made[reference.with_name(f"{stem}.py")] = filled(reference)
     path = ROOT / "tests" / folder.relative_to(ROOT) / f"test_{stem}.py"
-    if (own := path.with_name(f"{TEMPLATE}.py")).exists():
+    if (own := path.with_name(f"{template}.py")).exists():
         return {**made, path: filled(own)}
     kind = class_of(axis, template)
     built = "matrix_loops" if axis.name in HOST else "matrix" if recipe.exists() else ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -22,28 +23,48 @@ Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.floating[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Guess:
-    """What a call says of the open slots of one row: slots [n] rising, the token of each, its probability
-    (of all that the model gives, whatever the sampler does), by how much the best logit leads, and the entropy of
-    all probabilities, in nats.
+    """What a call says of the open slots of one row.
+
+    Attributes: `slots` [n], rising; `tokens` [n], what each would hold; `logits` [n,V], the model's, -inf of the mask.
+    Of all that the model gives, whatever the sampler does: `sure` [n], the token's probability; `lead` [n], by how much
+    the best logit is above the second; `entropy` [n], in nats.
     """
 
     slots: Ints
     tokens: Ints
+    logits: Floats
     sure: Floats
     lead: Floats
     entropy: Floats
 
+    @classmethod
+    def of(cls, slots: Ints, tokens: Ints, logits: Floats) -> Guess:
+        """All that logits say."""
+        best = np.partition(logits, -2, axis=1)[:, -2:]
+        behind = logits - best[:, 1:]  # by how much each logit is below the best
+        parts = np.exp(behind)
+        mass = parts.sum(axis=1, dtype=np.float64)
+        sure = np.exp(behind[np.arange(len(slots)), tokens]) / mass
+        parts *= np.where(parts > 0, behind, 0)
+        entropy = np.log(mass) - parts.sum(axis=1, dtype=np.float64) / mass
+        return cls(slots, tokens, logits, sure, best[:, 1] - best[:, 0], entropy)
+
     def __len__(self) -> int:
         return self.slots.size
+
+    @cached_property
+    def laws(self) -> Floats:
+        """The model's probabilities [n,V], in double precision."""
+        weights = np.exp(self.logits.astype(np.float64) - self.logits.max(axis=1, keepdims=True))
+        found: Floats = weights / weights.sum(axis=1, keepdims=True)
+        return found
 
     def before(self, end: int) -> Guess:
         """Of the slots before `end` alone."""
         n = int(self.slots.searchsorted(end))
-        return Guess(
-            self.slots[:n], self.tokens[:n], self.sure[:n], self.lead[:n], self.entropy[:n]
-        )
+        return Guess(*(getattr(self, field.name)[:n] for field in fields(self)))
 
     def first(self, count: int) -> Ints:
         """The places, in `slots`, of the `count` surest; the lowest slot of equals."""
@@ -191,15 +212,11 @@ class Canvas:
         slots = first + np.flatnonzero(hidden[first : first + len(logits)])
         scores = logits[slots - first]
         scores[:, self._mask] = -np.inf
-        tokens = np.array([row.sampler(one, ids[: slots[0]], row.rng) for one in scores], np.int64)
-        best = np.partition(scores, -2, axis=1)[:, -2:]
-        behind = scores - best[:, 1:]  # by how much each logit is below the best
-        parts = np.exp(behind)
-        mass = parts.sum(axis=1, dtype=np.float64)
-        sure = np.exp(behind[np.arange(len(slots)), tokens]) / mass
-        behind[:, self._mask] = 0.0
-        entropy = np.log(mass) - (parts * behind).sum(axis=1, dtype=np.float64) / mass
-        return Guess(slots, tokens, sure, best[:, 1] - best[:, 0], entropy)
+        tokens = row.sampler.choices(scores)
+        if tokens is None:
+            seen = ids[: slots[0]]
+            tokens = np.array([row.sampler(one, seen, row.rng) for one in scores], np.int64)
+        return Guess.of(slots, tokens, scores)
 
     def commit(self, i: int, guess: Guess, places: Any) -> None:
         """Let these of a guess's slots (by their place in it) hold its tokens for good."""

@@ -10,7 +10,8 @@ import numpy as np
 from accel.ir.axis import option
 from accel.runtime.decode.row import Row
 from accel.runtime.loop._blocks import Blocks
-from accel.runtime.loop._canvas import Guess, Place
+from accel.runtime.loop._canvas import Floats, Guess, Place
+from accel.runtime.sample import surprise
 
 ORDERS = ("entropy", "margin", "confidence", "origin")
 
@@ -19,29 +20,36 @@ ORDERS = ("entropy", "margin", "confidence", "origin")
 class DllmEntropy(Blocks):
     """Time goes from 1 to `end` in `steps` equal steps (0: as many as a block has masks). Of M masks a step from t to s
     fills floor(M (1 - s / t)), the last all that are left: those of least entropy, of the largest `margin` between the
-    two best logits, or of the largest `confidence`; by `origin` each mask with the probability 1 - s / t, whatever the
-    model says.
+    two best probabilities, or of the largest `confidence`. With `order_temperature` T above 0 they are drawn without
+    replacement, weighted by the softmax of those scores over T. By `origin` each mask is filled with the probability
+    1 - s / t, whatever the model says.
 
     The answer is one block, unless `block` is smaller. A step that fills nothing takes no call. The order is that of
-    the model's probabilities, before temperature and top-p.
+    what tokens are drawn from, behind temperature, top-k and top-p.
     """
 
     block: int = option(1 << 20, least=1)
     steps: int = option(0, least=0)
     end: float = option(1e-3, least=0, most=1)
     order: str = option("entropy", one_of=ORDERS)
+    order_temperature: float = option(0.0, least=0)
 
     def begin(self, row: Row) -> Any:
-        return {"at": 0}  # the next step of the grid
+        return {"row": row, "at": 0}  # the next step of the grid
 
     def stays(self, guess: Guess, place: Place) -> Any:
+        memory = place.memory
         if not place.step:
-            place.memory["at"] = 0
+            memory["at"] = 0
+        order = None if self.order == "origin" else self._order(guess, memory["row"])
         chosen = np.zeros(0, np.int64)
         while not chosen.size:
-            share = self.share(place.memory["at"], self.steps or place.total)
-            place.memory["at"] += 1
-            chosen = self._chosen(guess, share, place.rng)
+            share = self.share(memory["at"], self.steps or place.total)
+            memory["at"] += 1
+            if order is None:
+                chosen = np.flatnonzero(place.rng.random(len(guess)) < share)
+            else:
+                chosen = order[: int(len(guess) * share)]
         return chosen
 
     def share(self, step: int, steps: int) -> float:
@@ -51,9 +59,26 @@ class DllmEntropy(Blocks):
         now, then = (1 + (self.end - 1) * i / steps for i in (step, step + 1))
         return 1 - then / now
 
-    def _chosen(self, guess: Guess, share: float, rng: np.random.Generator) -> Any:
-        if self.order == "origin":
-            drawn = rng.random(len(guess)) < share
-            return np.flatnonzero(drawn)
-        by = {"entropy": guess.entropy, "confidence": -guess.sure, "margin": -guess.lead}
-        return np.argsort(by[self.order], kind="stable")[: int(len(guess) * share)]
+    def _order(self, guess: Guess, row: Row) -> Any:
+        """The places of a guess, those to be filled first at the front."""
+        laws = _drawn_from(guess, row)
+        if self.order == "entropy":
+            score = -surprise(laws).sum(axis=1)
+        elif self.order == "margin":
+            two = np.partition(laws, -2, axis=1)[:, -2:]
+            score = two[:, 1] - two[:, 0]
+        else:
+            score = laws[np.arange(len(guess)), guess.tokens]
+        if self.order_temperature:  # the largest of these are draws without replacement
+            score = score / self.order_temperature + row.rng.gumbel(size=len(guess))
+        return np.argsort(-score, kind="stable")
+
+
+def _drawn_from(guess: Guess, row: Row) -> Floats:
+    """What the tokens of a guess are drawn from, [n,V]; the model's probabilities where nothing is drawn."""
+    if row.sampler.greedy:
+        return guess.laws
+    laws = [row.sampler.distribution(one, row.seen) for one in guess.logits]
+    if not laws[0].random:
+        return guess.laws
+    return np.stack([law.dense(guess.logits.shape[1]) for law in laws])

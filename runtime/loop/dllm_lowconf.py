@@ -28,3 +28,7 @@ class DllmLowconf(Blocks):
     def calls(self, total: int) -> int:
         """How many calls a block of `total` masks takes."""
         return min(self.steps or total, total)
+
+    def done(self, place: Place) -> float:
+        """Which share of a row's slots its calls so far have filled."""
+        return (place.before + place.total * place.step / self.calls(place.total)) / place.answer

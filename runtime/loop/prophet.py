@@ -29,8 +29,7 @@ class Prophet(DllmLowconf):
         return False
 
     def ends(self, guess: Guess, place: Place) -> bool:
-        done = place.before + place.total * place.step / self.calls(place.total)
-        return bool(guess.lead.mean() >= self.least(done / place.answer))
+        return bool(guess.lead.mean() >= self.least(self.done(place)))
 
     def least(self, done: float) -> float:
         """The lead that commits, where this share of the steps is done."""

@@ -46,36 +46,36 @@ class Sched(DllmLowconf):
         return {
             "tokens": {},
             "steady": 0,
-        }  # slot -> its best token in the last call; calls without a change
+        }  # slot -> its token in the last call; calls without a change
 
     def ends(self, guess: Guess, place: Place) -> bool:
         steady = self._steady(guess, place.memory) > self.patience or self.patience == STEADY
-        done = place.before + place.total * place.step / self.calls(place.total)
-        lead = {
-            "mean": guess.lead.mean(),
-            "median": np.median(guess.lead),
-            "least": guess.lead.min(),
-        }
-        return steady and bool(lead[self.over] >= self.least(done, place.answer))
+        over = {"mean": np.mean, "median": np.median, "least": np.min}[self.over]
+        least = self.least(self._time(place), self.done(place))
+        return steady and bool(over(guess.lead) >= least)
 
     def _steady(self, guess: Guess, memory: Any) -> int:
-        before, now = (
-            memory["tokens"],
-            dict(zip(guess.slots.tolist(), guess.tokens.tolist(), strict=True)),
-        )
+        before = memory["tokens"]
+        now = dict(zip(guess.slots.tolist(), guess.tokens.tolist(), strict=True))
         changed = [before.get(slot) != token for slot, token in now.items()]
         memory["steady"] = memory["steady"] + 1 if np.mean(changed) <= self.most_changed else 0
         memory["tokens"] = now
         return int(memory["steady"])
 
-    def least(self, done: float, answer: int) -> float:
-        """The lead that ends decoding, after so many of `answer` steps."""
-        high, low, t = self.high, self.low, min(1.0, done / max(1, answer - 1))
+    def _time(self, place: Place) -> float:
+        """From 0 at a row's first call to 1 at the last that it can take."""
+        full, rest = divmod(place.answer, self.block)
+        each = self.calls(self.block)
+        calls = full * each + self.calls(rest)
+        return (place.before // self.block * each + place.step) / max(1, calls - 1)
+
+    def least(self, time: float, done: float) -> float:
+        """The lead that ends decoding at a time, where this share of the slots is filled."""
+        high, low = self.high, self.low
         if self.schedule == "staircase":
-            share = done / answer
-            return high if share < 0.33 else (high + low) / 2 if share < 0.67 else low
+            return high if done < 0.33 else (high + low) / 2 if done < 0.67 else low
         if self.schedule == "linear":
-            return high + (low - high) * t
+            return high + (low - high) * time
         if self.schedule == "cosine":
-            return low + (high - low) * (1 + cos(pi * t)) / 2
-        return low + (high - low) * exp(-self.rate * t)
+            return low + (high - low) * (1 + cos(pi * time)) / 2
+        return low + (high - low) * exp(-self.rate * time)

@@ -1,7 +1,8 @@
-"""What loops that fill masks hold to: the published decoding, whatever is cached, and the same alone and in a batch."""
+"""What loops that fill masks hold to: the published decoding that each one's test file writes down, whatever is cached,
+and the same alone and in a batch.
+"""
 
 import dataclasses
-from functools import cache
 
 import numpy as np
 import pytest
@@ -10,60 +11,64 @@ import torch
 import accel
 from accel.ir.axis import Axis
 from accel.runtime.loop._canvas import Canvas
-from accel.runtime.loop.dllm_lowconf import DllmLowconf
-from accel.runtime.loop.dllm_threshold import DllmThreshold
-from accel.runtime.loop.freedave import Freedave
-from accel.runtime.sample.standard import Standard
 
 from ..diffusion_case import (
     BLOCK,
+    CACHES,
     MASK,
     NEW,
     VOCABULARY,
     Filler,
     decoded,
-    driven,
     eager,
-    guess_of,
     official,
+    own,
     prompts,
     surest,
     with_loop,
 )
-from ..references import reference
 
 AXIS = Axis("loop", "accel.runtime.loop")
 FILLS = [name for name in AXIS.names() if AXIS.method(name).masked_diffusion]
-CACHES = ("none", "prefix", "dual")
+CASES = [(name, case) for name in FILLS for case in own(name).CASES]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return cache(eager)
-
-
-CASES = [(name, *case) for name in FILLS for case in reference("loop", name).CASES]
+def law_published(shift, cache, use, case, stays=None, given=None, new=NEW):
+    """Tokens and calls of a loop are those of the rule; `stays`: of another one than the case's."""
+    module, compiled = eager(shift)
+    given = prompts() if given is None else given
+    rules = stays or case.stays, cache, case.early
+    options = {"block": BLOCK, "cache": cache, **case.options}
+    wanted = [official(module, prompt, new, options["block"], *rules) for prompt in given]
+    tokens, calls, together = decoded(compiled, use, given, new, **options)
+    assert tokens == [t for t, _ in wanted] == together
+    for got, (_, most) in zip(calls, wanted, strict=True):
+        assert got <= most if case.fewer else got == most
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(
-    "use, options, stays, early", CASES, ids=[f"{use} {more}" for use, more, *_ in CASES]
-)
-def test_tokens_are_those_of_the_published_loop(model, shift, cache, use, options, stays, early):
-    module, compiled = model(shift)
-    given = prompts()
-    new = 24 if "steps" in options else NEW  # a last block of other size would take other counts
-    wanted = [official(module, prompt, new, BLOCK, stays, cache, early) for prompt in given]
-    tokens, calls, together = decoded(
-        compiled, use, given, new, block=BLOCK, cache=cache, **options
-    )
-    assert tokens == [t for t, _ in wanted] == together
-    if use == "freedave":
-        assert all(got <= n for got, (_, n) in zip(calls, wanted, strict=True))
-    else:
-        assert calls == [n for _, n in wanted]
+@pytest.mark.parametrize("use, case", CASES, ids=str)
+def test_tokens_are_those_of_the_published_loop(shift, cache, use, case):
+    law_published(shift, cache, use, case)
+
+
+@pytest.mark.parametrize("use", FILLS)
+def test_another_rule_is_seen(use):
+    """The control: the least sure mask of each call, in the place of what one of a method's cases fills."""
+    with pytest.raises(AssertionError):
+        for case in own(use).CASES:
+            law_published(True, "none", use, case, stays=least_sure)
+
+
+def least_sure(seen):
+    return [int(np.where(seen.free, seen.sure, np.inf).argmin())]
+
+
+def test_a_method_without_a_published_form_fails():
+    with pytest.raises(pytest.fail.Exception, match="test_no_such_loop lacks CASES"):
+        own("no-such-loop")
 
 
 def test_caches_differ_where_they_may():
@@ -77,53 +82,10 @@ def test_caches_differ_where_they_may():
     assert len(found) == 3
 
 
-@pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_blocks_first_call_is_the_uncached_one(model, shift, cache):
-    """All of a block at once: then nothing that is cached is read."""
-    _, compiled = model(shift)
-    same = decoded(compiled, "dllm-threshold", prompts(), block=BLOCK, threshold=0.0)
-    assert (
-        decoded(compiled, "dllm-blockcache", prompts(), block=BLOCK, threshold=0.0, cache=cache)
-        == same
-    )
-    assert same[1] == [3, 3]
-
-
-def test_extremes_of_each_option(model):
-    module, compiled = model(False)
-    static = decoded(compiled, "dllm-lowconf", prompts(), block=BLOCK)
-    assert static[1] == [NEW, NEW]
-    assert decoded(compiled, "dllm-threshold", prompts(), block=BLOCK, threshold=1.01) == static
-    assert decoded(compiled, "dllm-lowconf", prompts(), block=BLOCK, steps=99) == static
-    assert decoded(compiled, "freedave", prompts(), block=BLOCK, drafts=1) == static
-    never = {"early": 1e30, "middle": 1e30, "late": 1e30}
-    assert decoded(compiled, "prophet", prompts(), block=BLOCK, **never) == static
-    at_once = {"early": -1.0, "middle": -1.0, "late": -1.0}
-    tokens, calls, _ = decoded(compiled, "prophet", prompts(), block=BLOCK, **at_once)
-    assert calls == [1, 1]
-    one = decoded(compiled, "dllm-lowconf", prompts(), block=NEW, steps=1)
-    x = torch.tensor([[*prompts()[0], *[MASK] * NEW]])
-    scores = module(x)[0, -NEW:]
-    scores[:, MASK] = -torch.inf
-    assert tokens == one[0] and tokens[0] == scores.argmax(-1).tolist()
-
-
-def test_blocks_of_one_are_filled_from_left_to_right(model, monkeypatch):
-    _, compiled = model(False)
-    filled = []
-    own = Canvas.commit
-    monkeypatch.setattr(
-        Canvas, "commit", lambda *a: filled.extend(a[2].slots[a[3]].tolist()) or own(*a)
-    )
-    decoded(compiled, "dllm-lowconf", prompts()[:1], block=1)
-    assert filled[:NEW] == list(range(5, 5 + NEW))
-
-
 @pytest.mark.parametrize("name", FILLS)
-def test_what_stays_stays_and_each_call_fills(model, name, monkeypatch):
+def test_what_stays_stays_and_each_call_fills(name, monkeypatch):
     """No slot is filled twice, every call fills one or more, and all are filled at the end."""
-    _, compiled = model(True)
+    _, compiled = eager(True)
     filled, own = [], Canvas.commit
 
     def commit(self, i, guess, places):
@@ -140,71 +102,47 @@ def test_what_stays_stays_and_each_call_fills(model, name, monkeypatch):
     assert sorted(filled) == list(range(5, 5 + NEW))
 
 
-def test_factor_takes_more_as_it_grows():
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        sure = rng.random(9) ** 0.1
-        guess = guess_of(sure)
-        taken = [
-            set(DllmThreshold(factor=f).stays(guess, None).tolist()) for f in (0.2, 0.5, 1.0, 2.0)
-        ]
-        assert all(a <= b for a, b in zip(taken, taken[1:], strict=False)) and len(taken[0]) >= 1
-        for f, some in zip((0.2, 0.5, 1.0, 2.0), taken, strict=True):
-            assert len(some) == 1 or all(sure[i] > 1 - f / (len(some) + 1) for i in some)
-        over = [
-            set(DllmThreshold(threshold=t).stays(guess, None).tolist()) for t in (0.99, 0.9, 0.5)
-        ]
-        assert all(a <= b for a, b in zip(over, over[1:], strict=False))
+# Bad input
 
 
-# Exactness of freedave, and that a wrong rule is seen
+@pytest.mark.parametrize("name", FILLS)
+def test_answers_below_a_block_and_prompts_with_the_mask(name):
+    """The masks of a prompt are never filled."""
+    case = own(name).CASES[0]
+    given = prompts()
+    given[0][2] = given[1][-1] = MASK
+    law_published(True, "none", name, case, given=given, new=3)
 
 
-@dataclasses.dataclass(frozen=True)
-class Trusting(Freedave):
-    """Takes every draft."""
-
-    def _standing(self, draft, order, found):
-        return max(1, len(found))
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
-def test_freedave_gives_the_tokens_of_static_decoding(model, shift, cache):
-    _, compiled = model(shift)
-    fewer = wrong = 0
-    for seed in range(3):
-        (prompt,) = prompts(seed, (7,))
-        want, most = driven(DllmLowconf(block=BLOCK, cache=cache), compiled, prompt)
-        got, calls = driven(Freedave(block=BLOCK, cache=cache), compiled, prompt)
-        assert got == want and calls <= most
-        fewer += most - calls
-        wrong += driven(Trusting(block=BLOCK, cache=cache), compiled, prompt)[0] != want
-    assert fewer > 0 and wrong > 0
+@pytest.mark.parametrize("name", FILLS)
+def test_a_row_ends_at_eos_within_a_block(name):
+    _, compiled = eager(False)
+    with with_loop(compiled, name, block=BLOCK) as made:
+        (whole,) = made.generate(prompts()[0], max_new_tokens=NEW, eos=[]).tokens
+        stop = whole[BLOCK + 2]
+        cut = made.generate(prompts()[0], max_new_tokens=NEW, eos=[stop])
+        assert cut.tokens == [whole[: whole.index(stop) + 1]] and cut.stats["finish"] == ["eos"]
+        assert made.generate(prompts()[0], max_new_tokens=NEW, eos=[]).tokens == [whole]
 
 
-def test_freedave_with_a_repetition_penalty_is_static_too(model):
-    _, compiled = model(True)
-    sampler = Standard(repetition_penalty=1.7)
-    for seed in range(2):
-        (prompt,) = prompts(seed, (7,))
-        want, _ = driven(DllmLowconf(block=BLOCK), compiled, prompt, sampler)
-        assert driven(Freedave(block=BLOCK), compiled, prompt, sampler)[0] == want
+@pytest.mark.parametrize("name", FILLS)
+def test_options_that_are_no_numbers_are_refused(name):
+    options = [f for f in dataclasses.fields(AXIS.method(name)) if f.init]
+    wrong = [(f.name, value) for f in options if isinstance(f.default, float) for value in NONE]
+    for option, value in [*wrong, ("block", 0), ("block", 2.5), ("cache", "some")]:
+        with pytest.raises(accel.RecipeError, match=option):
+            AXIS.build(name, **{option: value})
 
 
-def test_freedave_refuses_to_sample(model):
-    with with_loop(model(False)[1], "freedave") as made:
-        with pytest.raises(
-            accel.InputError, match="give temperature 0, or build with loop = dllm-lowconf"
-        ):
-            made.generate([1, 2, 3], temperature=0.7)
-        assert len(made.generate([1, 2, 3], max_new_tokens=4, eos=[]).tokens[0]) == 4
+NONE = (float("nan"), float("inf"), "0.9", None)
 
 
-def test_sampling_draws_from_the_samplers_law(model):
+# Sampling
+
+
+def test_sampling_draws_from_the_samplers_law():
     """One slot, one call: its token has the model's own distribution at that temperature."""
-    module, compiled = model(False)
+    module, compiled = eager(False)
     prompt = prompts()[0]
     scores = module(torch.tensor([[*prompt, MASK]]))[0, -1].detach()
     scores[MASK] = -torch.inf

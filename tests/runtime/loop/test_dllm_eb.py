@@ -6,7 +6,33 @@ import pytest
 import accel
 from accel.runtime.loop.dllm_eb import DllmEb
 
-from ...diffusion_case import BLOCK, decoded, eager, guess_of, prompts
+from ...diffusion_case import BLOCK, Case, decoded, eager, guess_of, prompts
+
+
+def bounded(gamma, by):
+    """The longest beginning of an order whose entropies, but for the largest, sum to no more than gamma."""
+
+    def stays(seen):
+        two = np.sort(seen.logits, 1)[:, -2:]
+        proxy = {
+            "entropy": seen.entropy, "confidence": -seen.sure, "margin": two[:, 0] - two[:, 1],
+        }[by]  # fmt: skip
+        order = [i for i in np.argsort(proxy, kind="stable").tolist() if seen.free[i]]
+        n = 1
+        while n < len(order):
+            some = seen.entropy[order[: n + 1]]
+            if some.sum() - some.max() > gamma:
+                break
+            n += 1
+        return order[:n]
+
+    return stays
+
+
+CASES = [
+    Case({"gamma": gamma, "order": by}, bounded(gamma, by))
+    for gamma, by in [(0.5, "entropy"), (1.5, "confidence"), (1.0, "margin")]
+]
 
 
 def drawn(seed):

@@ -6,7 +6,27 @@ import pytest
 from accel.runtime.loop.dllm_threshold import DllmThreshold
 from accel.runtime.loop.localleap import Localleap
 
-from ...diffusion_case import BLOCK, decoded, eager, guess_of, prompts
+from ...diffusion_case import BLOCK, Case, decoded, eager, guess_of, prompts
+
+
+def leaping(threshold, relaxed, window):
+    """Slots above the threshold, less sure ones near such a slot, and the surest, slot by slot."""
+
+    def stays(seen):
+        found = {int(seen.sure.argmax())}
+        for i, one in enumerate(seen.sure):
+            near = seen.sure[max(0, i - window) : i + window + 1].max() >= threshold
+            if one >= threshold or (near and one >= relaxed):
+                found.add(i)
+        return sorted(found)
+
+    return stays
+
+
+CASES = [
+    Case({"threshold": a, "relaxed": b, "window": w}, leaping(a, b, w))
+    for a, b, w in ((0.6, 0.3, 2), (0.4, 0.1, 1))
+]
 
 
 def kept(sure, **options):

@@ -8,13 +8,50 @@ import pytest
 from accel.runtime.loop._canvas import Place
 from accel.runtime.loop.sched import Sched
 
-from ...diffusion_case import BLOCK, decoded, eager, guess_of, prompts
+from ...diffusion_case import BLOCK, Case, decoded, eager, guess_of, prompts, surest
+
+
+def falling(least, aggregate, patience=None, most=0.0):
+    """Whether the leads are large enough for the steps that are done, and the tokens were steady for long enough."""
+
+    def ends(seen):
+        before, memory = seen.memory.get("tokens", {}), seen.memory
+        now = dict(zip(seen.masks.tolist(), seen.behind.argmax(1).tolist(), strict=True))
+        changed = sum(before.get(slot) != token for slot, token in now.items()) / len(now)
+        memory["steady"] = memory.get("steady", 0) + 1 if changed <= most else 0
+        memory["tokens"] = now
+        steady = patience is None or memory["steady"] > patience
+        step, steps = seen.slots[0] - seen.start + seen.step, seen.end - seen.start
+        return steady and float(aggregate(seen.lead)) >= least(step / (steps - 1))
+
+    return ends
+
+
+def exponential(t):
+    return 0.5 + 5.5 * np.exp(-3 * t)
+
+
+def cosine(t):
+    return 0.5 + 3.75 * (1 + np.cos(np.pi * t))
+
+
+CASES = [
+    Case({"high": 9.0, "low": 1.0, "patience": -1}, surest(1), falling(lambda t: 9 - 8 * t, np.mean)),
+    Case(
+        {"high": 8.0, "low": 0.5, "schedule": "cosine", "over": "least", "patience": -1},
+        surest(1), falling(cosine, np.min),
+    ),
+    Case(
+        {"high": 6.0, "low": 0.5, "schedule": "exponential", "rate": 3.0, "most_changed": 0.3},
+        surest(1), falling(exponential, np.mean, 0, 0.3),
+    ),
+]  # fmt: skip
 
 
 def test_thresholds_fall_from_high_to_low():
     for schedule, end in (("linear", 2.5), ("cosine", 2.5), ("exponential", 2.5 + 5 * np.exp(-4))):
         loop = Sched(schedule=schedule)
-        levels = [loop.least(i, 33) for i in range(33)]
+        levels = [loop.least(i / 32, i / 33) for i in range(33)]
         assert levels[0] == 7.5 and levels[-1] == pytest.approx(end)
         assert all(a > b for a, b in zip(levels, levels[1:], strict=False))
 
