@@ -50,9 +50,9 @@ class Sched(DllmLowconf):
 
     def ends(self, guess: Guess, place: Place) -> bool:
         steady = self._steady(guess, place.memory) > self.patience or self.patience == STEADY
-        over = {"mean": np.mean, "median": np.median, "least": np.min}[self.over]
-        least = self.least(self._time(place), self.done(place))
-        return steady and bool(over(guess.lead) >= least)
+        lead = guess.lead
+        over = {"mean": lead.mean(), "median": np.median(lead), "least": lead.min()}[self.over]
+        return steady and bool(over >= self.least(self._time(place), self.done(place)))
 
     def _steady(self, guess: Guess, memory: Any) -> int:
         before = memory["tokens"]

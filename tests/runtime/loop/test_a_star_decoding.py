@@ -65,7 +65,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("scorer, options", CASES, ids=str)
+@pytest.mark.parametrize(
+    "scorer, options", CASES, ids=lambda one: getattr(one, "__name__", str(one))
+)
 def test_tokens_are_those_of_texts_read_anew(toy, scorer, options):
     back = 0
     for seed in range(2):
