@@ -128,16 +128,14 @@ class OutputOptions:
             help="Give the log-probability of each token and of the N most likely ones; with --json.",
         ),
     ] = None
-
-
-Scorer = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        exists=True,
-        help="Artifact of a model that compares two texts (a cross-encoder): a search goes by its scores.",
-    ),
-]
+    scorer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            exists=True,
+            help="Artifact of a model that compares two texts (a cross-encoder): a search goes by its scores.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,6 @@ def run(
     ends: StopOptions,
     more: OutputOptions,
     structure: StructureOptions,
-    scorer: Scorer = None,
     loading: options.Loading,
     building: options.Building,
     as_json: options.Json = False,
@@ -215,7 +212,7 @@ def run(
         "sampling_params": params,
     }
     opened = open_model(path, context, **vars(loading), **building.options())
-    with opened as model, _scorer(scorer) as settings["scorer"]:
+    with opened as model, _scorer(more.scorer) as settings["scorer"]:
         if prompts.save_session is not None:
             if prompts.session is not None:
                 raise typer.BadParameter("--session and --save-session: use one of them")

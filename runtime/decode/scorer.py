@@ -17,15 +17,15 @@ class Scorer:
     raises or does not give a finite number for each text.
     """
 
-    def __init__(self, given: Any):
-        function = getattr(given, "score", given)
+    def __init__(self, scorer: Any):
+        function = getattr(scorer, "score", scorer)
         if not callable(function):
             raise InputError(
-                f"scorer = {shown(given)}: give a function (prompt, texts) -> a number for each text, or a model that "
+                f"scorer = {shown(scorer)}: give a function (prompt, texts) -> a number for each text, or a model that "
                 "compares two texts"
             )
         self._function: ScorerFunction = function
-        named = given if hasattr(given, "__name__") else type(given)
+        named = scorer if hasattr(scorer, "__name__") else type(scorer)
         self._name = f"scorer ({named.__name__})"
 
     def __call__(self, prompt: str, texts: Sequence[str]) -> list[float]:

@@ -546,7 +546,7 @@ class CompiledModel:
         sources: Sources,
         names: list[str | None],
         session: Session | None = None,
-        given: PromptOptions | None = None,
+        prompt_options: PromptOptions | None = None,
     ) -> Stream:
         """The stream of one sample of one prompt; `session`: as in `_decode`. Raises InputError."""
         if params.n > 1:
@@ -559,8 +559,8 @@ class CompiledModel:
                 f"stream takes one prompt, not {len(samples)}; use generate for several"
             )
         sample = samples[0]
-        given = given or PromptOptions()
-        context = self._context(given.judge, given.scorer)
+        options = prompt_options or PromptOptions()
+        context = self._context(options.judge, options.scorer)
         meter = Meter(self.tuning, context.costs)
         tokens = self._decode([sample], 1, sources, names, meter, context, session)
         return Stream(pieces(tokens, sample.script if text else None), meter, sample)
