@@ -1,5 +1,7 @@
 """dllm-eb: the bound of what is drawn together, and its ends."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -42,20 +44,53 @@ def drawn(seed):
     return guess
 
 
-@pytest.mark.parametrize("order", ["entropy", "confidence", "margin"])
-def test_the_sum_but_for_the_largest_stays_below_the_bound(order):
+def law_bound(kind, order):
+    """The sum of what stays, but for the largest, is within the bound; with one more it is not; and more stays as the
+    bound grows.
+    """
     for seed in range(40):
         guess, before = drawn(seed), set()
+        in_order = kind(gamma=1e9, order=order).stays(guess, None)
         for gamma in (0.0, 0.1, 0.7, 2.0, 1e9):
-            kept = DllmEb(gamma=gamma, order=order).stays(guess, None)
+            kept = kind(gamma=gamma, order=order).stays(guess, None)
             h = guess.entropy[kept]
             assert h.sum() - h.max() <= gamma and before <= set(kept.tolist())
             before = set(kept.tolist())
-            if len(kept) < len(guess):  # one more would not fit
-                all_in_order = DllmEb(gamma=1e9, order=order).stays(guess, None)
-                h = guess.entropy[all_in_order[: len(kept) + 1]]
+            if len(kept) < len(guess):
+                h = guess.entropy[in_order[: len(kept) + 1]]
                 assert h.sum() - h.max() > gamma
         assert len(before) == len(guess)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeSum(DllmEb):
+    """Counts the largest too."""
+
+    def stays(self, guess, place):
+        order = super().stays(guess, place)
+        return order[: max(1, int((guess.entropy[order].cumsum() <= self.gamma).sum()))]
+
+
+@dataclasses.dataclass(frozen=True)
+class OneByOne(DllmEb):
+    """Bounds each entropy by itself."""
+
+    def stays(self, guess, place):
+        order = dataclasses.replace(self, gamma=1e9)
+        order = DllmEb.stays(order, guess, place)
+        return order[: max(1, int((guess.entropy[order] <= self.gamma).cumprod().sum()))]
+
+
+@pytest.mark.parametrize("order", ["entropy", "confidence", "margin"])
+def test_the_sum_but_for_the_largest_stays_below_the_bound(order):
+    law_bound(DllmEb, order)
+
+
+@pytest.mark.parametrize("order", ["entropy", "confidence", "margin"])
+@pytest.mark.parametrize("wrong", [WholeSum, OneByOne])
+def test_another_bound_is_seen(wrong, order):
+    with pytest.raises(AssertionError):
+        law_bound(wrong, order)
 
 
 def test_tokens_that_are_certain_cost_nothing():

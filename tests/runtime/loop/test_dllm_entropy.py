@@ -42,14 +42,28 @@ CASES = [
 ]
 
 
-def test_shares_are_of_what_is_left():
-    loop = DllmEntropy(end=0.0)
+def law_shares(kind):
+    """All masks are filled in so many steps, as many by each where time goes to 0."""
+    loop = kind(end=0.0)
     left, counts = 64, []
     for step in range(8):
         n = int(left * loop.share(step, 8) + 1e-9)
         counts.append(n)
         left -= n
     assert left == 0 and counts == [8] * 8
+
+
+class OfAll(DllmEntropy):
+    """Takes a step's share of all masks for that of what is left."""
+
+    def share(self, step, steps):
+        return 1 / steps
+
+
+def test_shares_are_of_what_is_left():
+    law_shares(DllmEntropy)
+    with pytest.raises(AssertionError):
+        law_shares(OfAll)
 
 
 def test_the_answer_is_one_block_in_as_many_calls_as_steps():

@@ -1,5 +1,8 @@
 """localleap: which slots it adds to dllm-threshold's, and when it is that."""
 
+import dataclasses
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -44,23 +47,48 @@ def test_without_an_anchor_the_surest_stays_alone():
     assert kept([0.8, 0.85, 0.8]) == [1]
 
 
-def test_distances_count_slots_that_are_filled():
-    guess = guess_of(np.array([0.95, 0.8]))
-    near, far = np.array([3, 7]), np.array([3, 8])
-    for slots, want in ((near, [0, 1]), (far, [0])):
-        object.__setattr__(guess, "slots", slots)
-        assert Localleap().stays(guess, None).tolist() == want
-
-
-def test_more_stays_than_with_the_threshold_alone():
-    rng = np.random.default_rng(0)
-    more = 0
-    for _ in range(100):
-        guess = guess_of(rng.random(12) ** 0.3)
-        few, many = (set(m().stays(guess, None).tolist()) for m in (DllmThreshold, Localleap))
+def law_near(kind):
+    """What stays is what the threshold alone keeps, and what is nearly as sure and no further than the window from it,
+    by slots, whether they are masks or not.
+    """
+    rng, more = np.random.default_rng(0), 0
+    for _ in range(50):
+        slots = np.sort(rng.choice(40, 12, replace=False))
+        guess = replace(guess_of(rng.random(12) ** 0.3), slots=slots)
+        few, many = (set(m().stays(guess, None).tolist()) for m in (DllmThreshold, kind))
         assert few <= many
-        more += len(many) > len(few)
+        anchors = [slot for slot, sure in zip(slots, guess.sure, strict=True) if sure >= 0.9]
+        for at in many - few:
+            assert guess.sure[at] >= 0.75 and min(abs(slots[at] - a) for a in anchors) <= 4
+        more += len(many - few)
+        assert anchors or len(many) == 1
     assert more > 20
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsMasks(Localleap):
+    """Takes the distance in masks for that in slots."""
+
+    def stays(self, guess, place):
+        return super().stays(replace(guess, slots=np.arange(len(guess))), place)
+
+
+@dataclasses.dataclass(frozen=True)
+class Anywhere(Localleap):
+    """Needs no anchor."""
+
+    def stays(self, guess, place):
+        return np.union1d(guess.first(1), np.flatnonzero(guess.sure >= self.relaxed))
+
+
+def test_more_stays_near_what_the_threshold_keeps():
+    law_near(Localleap)
+
+
+@pytest.mark.parametrize("wrong", [CountsMasks, Anywhere])
+def test_another_neighbourhood_is_seen(wrong):
+    with pytest.raises(AssertionError):
+        law_near(wrong)
 
 
 @pytest.mark.parametrize("same", [{"window": 0}, {"relaxed": 0.4}], ids=str)

@@ -1,6 +1,6 @@
 """sched: its thresholds, patience, and prophet as a staircase."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -75,13 +75,62 @@ def asked(loop, memory, tokens, lead):
     return loop.ends(guess, place)
 
 
-def test_patience_waits_until_tokens_are_steady():
+def law_patience(kind):
+    """It ends behind more calls without a change, in a row, than patience says."""
+    said = [[1, 2], [1, 2], [1, 3], [1, 3], [1, 3]]
     for patience, want in ((-1, [1, 1, 1, 1, 1]), (0, [0, 1, 0, 1, 1]), (1, [0, 0, 0, 0, 1])):
-        loop, memory = Sched(patience=patience), Sched().begin(None)
-        found = [asked(loop, memory, t, [9, 9]) for t in ([1, 2], [1, 2], [1, 3], [1, 3], [1, 3])]
-        assert found == [bool(w) for w in want]
-    loose, memory = Sched(most_changed=0.5), Sched().begin(None)
+        loop, memory = kind(patience=patience), kind().begin(None)
+        assert [asked(loop, memory, t, [9, 9]) for t in said] == [bool(w) for w in want]
+    loose, memory = kind(most_changed=0.5), kind().begin(None)
     assert [asked(loose, memory, t, [9, 9]) for t in ([1, 2], [1, 3], [4, 5])] == [0, 1, 0]
+
+
+@dataclass(frozen=True)
+class Counts(Sched):
+    """Counts calls without a change, in a row or not."""
+
+    def _steady(self, guess, memory):
+        before = memory["steady"]
+        return max(before, super()._steady(guess, memory))
+
+
+@dataclass(frozen=True)
+class NeverFirst(Sched):
+    """Takes a first call for one without a change."""
+
+    def begin(self, row):
+        return {"tokens": {}, "steady": 1}
+
+    def _steady(self, guess, memory):
+        memory["tokens"] = memory["tokens"] or dict(
+            zip(guess.slots.tolist(), guess.tokens.tolist(), strict=True)
+        )
+        return super()._steady(guess, memory)
+
+
+def test_patience_waits_until_tokens_are_steady():
+    law_patience(Sched)
+
+
+@pytest.mark.parametrize("wrong", [Counts, NeverFirst])
+def test_another_patience_is_seen(wrong):
+    with pytest.raises(AssertionError):
+        law_patience(wrong)
+
+
+@pytest.mark.parametrize("steps", [0, 3, 8])
+@pytest.mark.parametrize("answer", [1, 8, 21, 24])
+def test_time_goes_from_0_to_1(steps, answer):
+    """Over all calls of an answer, whose last block may be shorter."""
+    loop, times = Sched(block=BLOCK, steps=steps), []
+    for before in range(0, answer, BLOCK):
+        masks = min(BLOCK, answer - before)
+        for step in range(loop.calls(masks)):
+            rng, hidden = np.random.default_rng(0), np.ones(masks, bool)
+            place = Place(step, masks, hidden, before, before, answer, None, rng)
+            times.append(loop._time(place))
+    assert times[0] == 0 and (answer == 1 or times[-1] == 1)
+    assert np.allclose(np.diff(times), 1 / max(1, len(times) - 1))
 
 
 def test_the_least_lead_ends_no_earlier_than_the_mean():
