@@ -49,7 +49,8 @@ def tf_idf(texts: Sequence[str]) -> Points:
     rare = np.log((1 + len(texts)) / (1 + (found > 0).sum(0))) + 1
     found = (found * rare).reshape(len(texts), len(words))
     norms = np.sqrt((found**2).sum(1, keepdims=True))
-    return np.divide(found, norms, out=found, where=norms > 0)
+    np.divide(found, norms, out=found, where=norms > 0)
+    return found
 
 
 def _distances(points: Points, centres: Points) -> Points:

@@ -34,13 +34,13 @@ class PhiDecoding(Base):
     of these tokens is above that behind the step before, and by how many others continue alike (words, in three
     clusters), where enough gain; else by the gain alone. A text that has ended counts by its last step, and stays.
 
-    After `rounds`, or from the fourth on where more than 0.7 continue alike, the texts are written to their ends, and
+    After `depth` rounds, or from the fourth on where more than 0.7 continue alike, the texts are written to their ends, and
     one of them is drawn in the same way. One beam with one try is plain sampling, and so is a greedy request.
     """
 
     beams: int = option(4, least=1, most=32)
     tries: int = option(4, least=1, most=32)
-    rounds: int = option(8, least=1, most=1024)
+    depth: int = option(8, least=1, most=1024)
     step_tokens: int = option(1024, least=1)
     foresight: int = option(1024, least=1)
 
@@ -82,7 +82,7 @@ class _Texts(Course):
         method = self._method
         (self._draws,) = way.row.rng.spawn(1)
         beams = [_Step(one, 0.0, 0.0) for one in way.ways(method.beams)]
-        for turn in range(1, method.rounds + 1):
+        for turn in range(1, method.depth + 1):
             steps = yield from self._steps(beams)
             kept = self._likely(steps)
             if len(kept) > 1:
@@ -177,10 +177,12 @@ def _share(groups: Sequence[int | None]) -> float:
 
 def _softmax(values: Values) -> Values:
     found: Values = np.exp(values - values.max())
-    return found / found.sum()
+    found /= found.sum()
+    return found
 
 
 def _spread(weights: Values) -> Values:
     """So that as many can be drawn as there are, also where rounding left nothing of some."""
-    found = np.maximum(weights, 1e-12)
-    return found / found.sum()
+    found: Values = np.maximum(weights, 1e-12)
+    found /= found.sum()
+    return found

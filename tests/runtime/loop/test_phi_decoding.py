@@ -18,7 +18,7 @@ from ...search_case import PROMPTS, WARM, Text, searched
 
 NEW, EOS = 18, [12, 34, 70, 101]
 HOT = Standard(temperature=1.6)
-LOOP = dict(beams=2, tries=3, rounds=5, step_tokens=3, foresight=6)
+LOOP = dict(beams=2, tries=3, depth=5, step_tokens=3, foresight=6)
 
 
 def vectors(texts):
@@ -65,7 +65,7 @@ def soft(values):
     return np.maximum(np.array(e) / sum(e), 1e-12)
 
 
-def published(toy, prompt, seed, beams, tries, rounds, step_tokens, foresight, told):
+def published(toy, prompt, seed, beams, tries, depth, step_tokens, foresight, told):
     decode = Tokenizer(toy.path / "tokenizer.json").decode
     root = Text(toy, prompt, np.random.default_rng(seed), NEW, EOS, HOT)
     (draws,) = root.rng.spawn(1)
@@ -90,7 +90,7 @@ def published(toy, prompt, seed, beams, tries, rounds, step_tokens, foresight, t
         return [nodes[i] for i in choose(places, count, weights)], share
 
     live = [{"way": one, "logp": 0.0, "F": 0.0} for one in root.copies(beams)]
-    for turn in range(rounds):
+    for turn in range(depth):
         nodes = []
         for node in live:
             for way in [node["way"]] if node["way"].ended else node["way"].copies(tries):
@@ -145,9 +145,7 @@ def test_tokens_are_those_of_texts_read_anew(toy):
     assert all(told[name] for name in ("clustered", "pruned")), told
 
 
-@pytest.mark.parametrize(
-    "options", [{"beams": 3, "tries": 1}, {"beams": 1}, {"rounds": 1}], ids=str
-)
+@pytest.mark.parametrize("options", [{"beams": 3, "tries": 1}, {"beams": 1}, {"depth": 1}], ids=str)
 def test_and_with_other_options(toy, options):
     assert agree(toy, range(2), **options) is not None
 
