@@ -45,7 +45,7 @@ def tf_idf(texts: Sequence[str]) -> Points:
     """
     counts = [Counter(WORD.findall(text.lower())) for text in texts]
     words = sorted(set().union(*counts))
-    found = np.array([[one[word] for word in words] for one in counts], np.float64)
+    found: Points = np.array([[one[word] for word in words] for one in counts], np.float64)
     rare = np.log((1 + len(texts)) / (1 + (found > 0).sum(0))) + 1
     found = (found * rare).reshape(len(texts), len(words))
     norms = np.sqrt((found**2).sum(1, keepdims=True))

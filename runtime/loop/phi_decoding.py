@@ -34,8 +34,8 @@ class PhiDecoding(Base):
     of these tokens is above that behind the step before, and by how many others continue alike (words, in three
     clusters), where enough gain; else by the gain alone. A text that has ended counts by its last step, and stays.
 
-    After `depth` rounds, or from the fourth on where more than 0.7 continue alike, the texts are written to their ends, and
-    one of them is drawn in the same way. One beam with one try is plain sampling, and so is a greedy request.
+    After `depth` rounds, or from the fourth on where more than 0.7 continue alike, the texts are written to their ends,
+    and one of them is drawn in the same way. One beam with one try is plain sampling, and so is a greedy request.
     """
 
     beams: int = option(4, least=1, most=32)
