@@ -35,8 +35,9 @@ def searched(toy, loop, prompts, scorer=None, sampler=WARM, seed=0, wrap=None, *
         for i, token in loop.tokens(session, rows, told(toy, scorer)):
             came[i].append(token)
         assert came == [row.tokens for row in rows] and session.batch == len(rows)
+        stats = session.stats
         check_session(toy, session, rows)
-        return rows, session.stats
+        return rows, stats
 
 
 def check_session(toy, session, rows):

@@ -21,8 +21,9 @@ Calls = Generator["Turn", None, None]
 @dataclass(eq=False)
 class Way:
     """A text that a search goes on with. `after`: the logits [V] behind its tokens, None where the last one is still to
-    be run; `logs`: the log-probability of each token by the model; `stuck`: why nothing may follow; `lines` [k,V]: the
-    logits behind each token that the last call ran of it, of a group that `reads`.
+    be run; `before`: those that its last token was taken from; `logs`: the log-probability of each token by the model;
+    `stuck`: why nothing may follow; `lines` [k,V]: the logits behind each token that the last call ran of it, of a
+    group that `reads`; `likeliest`: it takes the likeliest tokens, whatever the request's temperature.
     """
 
     row: Row
@@ -30,6 +31,8 @@ class Way:
     logs: list[float] = field(default_factory=list)
     stuck: InputError | None = None
     lines: Logits | None = None
+    before: Logits | None = None
+    likeliest: bool = False
     place: tuple[int, int] = (0, 0)  # the turn, and its number among the rows then
 
     def branch(self, rng: np.random.Generator | None = None) -> Way:
@@ -47,13 +50,18 @@ class Way:
         """Take the next token, of known logits; `stuck` where the request lets none follow."""
         assert self.after is not None
         try:
-            token = self.row.pick(self.after)
+            token = self._choice(self.after)
             self.row.accept(token, self.after)
         except InputError as error:
             self.stuck = error
             return
         self.logs.append(log_of(self.after, token))
-        self.after = None
+        self.before, self.after = self.after, None
+
+    def _choice(self, logits: Logits) -> int:
+        if self.likeliest:
+            return int(self.row.sampler.scores(logits, self.row.seen).argmax())
+        return self.row.pick(logits)
 
     def mean(self, start: int = 0) -> float:
         """The mean log-probability of its tokens from `start` on; 0 of none."""
