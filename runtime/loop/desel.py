@@ -96,17 +96,17 @@ class _Lists(Course):
         return answer
 
     def _scored(
-        self, way: Way, begun: Row, kept: list[int], own: list[str], new: list[str]
+        self, way: Way, begun: Row, head: list[int], items: list[str], new: list[str]
     ) -> Generator[Turn, None, list[list[int]]]:
-        """The tokens of the items to be added behind `kept`, the best first."""
+        """The tokens of the items to be added behind `head`, the best first."""
         tokens = [self._tokens(item) for item in new]
         if self.context.scorer is not None:
             prompt = self.tokenizer.decode(begun.prompt.tolist())
-            numbers = self.context.scorer(prompt, [*own, *new])
-            least, scores = min(numbers[: len(own)]), numbers[len(own) :]
+            numbers = self.context.scorer(prompt, [*items, *new])
+            least, scores = min(numbers[: len(items)]), numbers[len(items) :]
         else:
-            least = min(self._standing(kept, way.logs))
-            ways = [Way(_with(begun, [*kept, *more]), place=way.place) for more in tokens]
+            least = min(self._standing(head, way.logs))
+            ways = [Way(_with(begun, [*head, *more]), place=way.place) for more in tokens]
             read = [one for one in ways if not one.ended]
             if read:
                 yield Turn(read)
@@ -117,10 +117,10 @@ class _Lists(Course):
         order = np.argsort(-np.array(scores), kind="stable").tolist()
         return [tokens[n] for n in order if scores[n] >= least]
 
-    def _mean(self, way: Way, one: Way, tokens: list[int]) -> float:
+    def _mean(self, way: Way, scored: Way, tokens: list[int]) -> float:
         """The mean log-probability of a text's last `tokens`, the first of which followed as the list's end did."""
-        assert one.lines is not None and way.before is not None
-        lines = [way.before, *one.lines[-len(tokens) :]]
+        assert scored.lines is not None and way.before is not None
+        lines = [way.before, *scored.lines[-len(tokens) :]]
         return float(
             np.mean([log_of(line, token) for line, token in zip(lines, tokens, strict=False)])
         )
