@@ -207,7 +207,7 @@ def test_a_recipe_is_begun_beside_those_of_its_axis(started):
     for axis, group in (
         ("kv.select", "selection"),
         ("kv.refine", "context"),
-        ("loop", "speculation"),
+        ("loop", "search"),
     ):
         assert Path("recipes", group, f"{NAME}.toml") in started(axis)
 

@@ -48,9 +48,9 @@ class _Held:
     row: Row
     count: int = 0
 
-    def common(self, branch: Row) -> int:
-        """The tokens that the row may keep for a branch, whose last one is always run."""
-        both = min(self.count, len(branch.tokens) - 1)
+    def common(self, branch: Row, waits: bool = False) -> int:
+        """The tokens that the row may keep for a branch: not the last one, which is to be run unless it `waits`."""
+        both = min(self.count, len(branch.tokens) - (not waits))
         if branch is self.row:
             return both
         start = self.row.prompt.size
@@ -113,7 +113,7 @@ def _run(
     back = np.zeros(len(new), np.int64)
     for i, group in groups.items():
         for n, (held, branch) in enumerate(zip(holds[i], group.branches, strict=True)):
-            common = held.common(branch)
+            common = held.common(branch, n in group.waits)
             back[first[i] + n] = held.count - common
             held.row, held.count = branch, common
             if n not in group.waits:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from math import exp
+from typing import Any, ClassVar
 
 from accel.ir.axis import option
 from accel.ir.errors import InputError
@@ -35,6 +36,8 @@ class AStarDecoding(Base):
     step_tokens: int = option(128, least=1, most=4096)
     budget: int = option(8192, least=1)
     cost: str = option("regress", one_of=("regress", "consistent"))
+
+    small: ClassVar[Mapping[str, Any]] = {"width": 3, "step_tokens": 3}
 
     grade = "approximate"
     relies = frozenset({Invariant.REWIND})

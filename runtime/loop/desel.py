@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,6 +32,8 @@ class Desel(Base):
 
     samples: int = option(8, least=1, most=256)
     separator: str = ", "
+
+    small: ClassVar[Mapping[str, Any]] = {"samples": 3, "separator": "w1"}
 
     grade = "approximate"
     writes = True

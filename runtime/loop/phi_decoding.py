@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,10 @@ class PhiDecoding(Base):
     depth: int = option(8, least=1, most=1024)
     step_tokens: int = option(1024, least=1)
     foresight: int = option(1024, least=1)
+
+    small: ClassVar[Mapping[str, Any]] = {
+        "beams": 2, "tries": 2, "step_tokens": 3, "foresight": 4,
+    }  # fmt: skip
 
     grade = "approximate"
 

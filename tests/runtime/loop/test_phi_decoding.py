@@ -12,6 +12,7 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import _clusters, phi_decoding
 from accel.runtime.loop.phi_decoding import PhiDecoding
 from accel.runtime.sample.standard import Standard
+from accel.runtime.session.session import Session
 
 from ...draft_case import plain, rows_of
 from ...search_case import PROMPTS, WARM, Text, searched
@@ -185,3 +186,16 @@ def test_options_and_models_that_do_not_fit_are_refused():
             PhiDecoding(**{name: 0})
     with pytest.raises(InputError, match="has no tokenizer; build with tokenizer="):
         PhiDecoding().check(None)
+
+
+def test_a_way_that_waits_keeps_what_it_ran(toy, monkeypatch):
+    """Nothing goes back before a continuation is thrown away: an evicting cache could not."""
+    sizes, own = [], Session.rewind
+
+    def spied(session, lengths):
+        sizes.append(int((session.lengths - np.asarray(lengths)).max()))
+        own(session, lengths)
+
+    monkeypatch.setattr(Session, "rewind", spied)
+    searched(toy, PhiDecoding(**{**LOOP, "depth": 1}), PROMPTS, None, limit=NEW, eos=EOS)
+    assert sizes and 1 not in sizes
