@@ -60,6 +60,14 @@ class _Held:
         return int(differ[0]) if differ.size else both
 
 
+def refuse_samples(rows: list[Row], loop: str, why: str) -> None:
+    """Raise InputError where a request samples, which a `loop` does not."""
+    if any(not row.sampler.greedy for row in rows):
+        raise InputError(
+            f"loop = {loop} {why} and does not sample; leave temperature at 0, or build with another loop"
+        )
+
+
 def branched(
     session: Session, rows: list[Row], begin: Callable[[Row], BeamGroup]
 ) -> Iterator[tuple[int, int]]:

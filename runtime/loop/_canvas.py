@@ -55,7 +55,7 @@ class Guess:
         return self.slots.size
 
     @cached_property
-    def laws(self) -> Floats:
+    def probabilities(self) -> Floats:
         """The model's probabilities [n,V], in double precision."""
         weights = np.exp(self.logits.astype(np.float64) - self.logits.max(axis=1, keepdims=True))
         found: Floats = weights / weights.sum(axis=1, keepdims=True)

@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import option
-from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
-from accel.runtime.loop._branches import BeamGroup, branched
+from accel.runtime.loop._branches import BeamGroup, branched, refuse_samples
 from accel.runtime.session.session import Session
 
 
@@ -40,11 +39,7 @@ class Adadec(Base):
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
-        if any(not row.sampler.greedy for row in rows):
-            raise InputError(
-                "loop = adadec takes the likeliest tokens and does not sample; leave temperature at 0, or "
-                "build with another loop"
-            )
+        refuse_samples(rows, "adadec", "takes the likeliest tokens")
         return branched(session, rows, lambda row: _Trying(row, self))
 
 

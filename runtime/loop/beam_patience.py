@@ -14,7 +14,7 @@ from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
-from accel.runtime.loop._branches import BeamGroup, branched
+from accel.runtime.loop._branches import BeamGroup, branched, refuse_samples
 from accel.runtime.session.session import Session
 
 STEEPEST = 50  # a power of a length that stays a number
@@ -42,12 +42,7 @@ class BeamPatience(Base):
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
-        if any(not row.sampler.greedy for row in rows):
-            raise InputError(
-                "loop = beam-patience searches for the most likely text and does not sample; "
-                "leave temperature at 0, or "
-                "build with another loop"
-            )
+        refuse_samples(rows, "beam-patience", "searches for the most likely text")
         return branched(session, rows, lambda row: _Beams(row, self))
 
 

@@ -71,7 +71,7 @@ class Ccd(DllmLowconf):
         order: list[int] = np.argsort(guess.entropy, kind="stable").tolist()
         if self.depth == 1:
             return order
-        laws = {int(guess.slots[at]): guess.laws[at].copy() for at in order[:most]}
+        laws = {int(guess.slots[at]): guess.probabilities[at].copy() for at in order[:most]}
         calls = memory["laws"] = [*memory["laws"], laws][-self.depth :]
         if len(calls) < self.depth:
             return order

@@ -77,8 +77,8 @@ class DllmEntropy(Blocks):
 def _drawn_from(guess: Guess, row: Row) -> Floats:
     """What the tokens of a guess are drawn from, [n,V]; the model's probabilities where nothing is drawn."""
     if row.sampler.greedy:
-        return guess.laws
+        return guess.probabilities
     laws = [row.sampler.distribution(one, row.seen) for one in guess.logits]
     if not laws[0].random:
-        return guess.laws
+        return guess.probabilities
     return np.stack([law.dense(guess.logits.shape[1]) for law in laws])

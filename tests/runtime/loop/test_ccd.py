@@ -140,7 +140,7 @@ def law_mean(kind):
         plain = np.argsort(guesses[-1].entropy, kind="stable")[:3].tolist()
         assert kept(kind(depth=1, **FIXED), guesses) == plain
         assert kept(kind(depth=3, **FIXED), [guesses[-1]] * 3) == plain
-        laws = np.stack([guess.laws for guess in guesses])
+        laws = np.stack([guess.probabilities for guess in guesses])
         p = laws.mean(0)
         of_mean = -(p * np.log(p)).sum(1)
         assert (of_mean >= np.mean([guess.entropy for guess in guesses], axis=0) - 1e-9).all()
