@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import Any, ClassVar
 
 from accel.ir.axis import host_method
+from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant, Method
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds
@@ -100,3 +101,11 @@ def check_rows(rows: Sequence[Row]) -> None:
     for row in rows:
         if row.error is not None:
             raise row.error
+
+
+def check_text(tokenizer: Tokenizer | None, what: str) -> None:
+    """Raise InputError where a loop works with text (`what`: its name and what of it is), and the model has none."""
+    if tokenizer is None:
+        raise InputError(
+            f"loop.{what} text, but this model has no tokenizer; build with tokenizer=…"
+        )

@@ -9,12 +9,11 @@ from math import exp
 from typing import Any, ClassVar
 
 from accel.ir.axis import option
-from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.loop import Base
+from accel.runtime.loop import Base, check_text
 from accel.runtime.loop._branches import branched
 from accel.runtime.loop._course import Course, Turn, Way, usable
 from accel.runtime.session.session import Session
@@ -44,10 +43,7 @@ class AStarDecoding(Base):
     scores = True
 
     def check(self, tokenizer: Tokenizer | None) -> None:
-        if tokenizer is None:
-            raise InputError(
-                "loop.a-star-decoding: steps are text, but this model has no tokenizer; build with tokenizer=…"
-            )
+        check_text(tokenizer, "a-star-decoding: steps are")
 
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext

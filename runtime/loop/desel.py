@@ -13,7 +13,7 @@ from accel.ir.errors import InputError
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.loop import Base
+from accel.runtime.loop import Base, check_text
 from accel.runtime.loop._branches import branched
 from accel.runtime.loop._course import Course, Turn, Way, log_of, usable
 from accel.runtime.session.session import Session
@@ -41,10 +41,7 @@ class Desel(Base):
     lacks = "training (any model that writes lists)"
 
     def check(self, tokenizer: Tokenizer | None) -> None:
-        if tokenizer is None:
-            raise InputError(
-                "loop.desel: items are text, but this model has no tokenizer; build with tokenizer=…"
-            )
+        check_text(tokenizer, "desel: items are")
         if not self.separator.strip():
             raise InputError(
                 "loop.desel: separator is blank, so that no items can be told apart; give text, such as ', '"

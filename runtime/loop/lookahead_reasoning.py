@@ -22,7 +22,7 @@ from accel.runtime.decode.rounds import Rounds, begin_figures
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.loop import Base
+from accel.runtime.loop import Base, check_text
 from accel.runtime.loop._branches import leave
 from accel.runtime.loop.speculative import DRAFTS_RELY
 from accel.runtime.session.session import Session
@@ -64,10 +64,7 @@ class LookaheadReasoning(Base):
             )
 
     def check(self, tokenizer: Tokenizer | None) -> None:
-        if tokenizer is None:
-            raise InputError(
-                "loop.lookahead-reasoning: steps are text, but this model has no tokenizer; build with tokenizer=…"
-            )
+        check_text(tokenizer, "lookahead-reasoning: steps are")
 
     def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
         draft_model, model = second(context, self), context.model

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import option
-from accel.ir.errors import InputError
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.loop import Base
+from accel.runtime.loop import Base, check_text
 from accel.runtime.loop._branches import branched
 from accel.runtime.loop._clusters import clusters
 from accel.runtime.loop._course import Course, Turn, Way, usable
@@ -52,10 +51,7 @@ class PhiDecoding(Base):
     grade = "approximate"
 
     def check(self, tokenizer: Tokenizer | None) -> None:
-        if tokenizer is None:
-            raise InputError(
-                "loop.phi-decoding: steps are text, but this model has no tokenizer; build with tokenizer=…"
-            )
+        check_text(tokenizer, "phi-decoding: steps are")
 
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext
