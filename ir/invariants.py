@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ class Invariant(Enum):
     FIXED_LAYERS = "no layer is deleted after the cache layout is fixed"
     ALL_LAYERS_RUN = "every layer computes queries, keys and values of every token"
     TOKENS_CONTIGUOUS = "the tokens of a row occupy consecutive slots, without gaps"
+    EVERY_TOKEN_RUNS = "every token of a prompt runs through the whole model in its session"
     ALL_TOKENS_HELD = "a session keeps every token that it was given"
     ROW_PRIVATE = "rows do not share cache memory"
     PLAIN_KEYS = "the cache stores keys as attention reads them, and nothing derived from them"
@@ -96,6 +97,10 @@ class Method:
     def use(self) -> str:
         """Its name in recipes: that of its file."""
         return type(self).__module__.rpartition(".")[2].replace("_", "-")
+
+    def taps(self, layers: int) -> Sequence[str]:
+        """The outputs of the step that it reads, by name (`accel.ir.taps`), of a model of so many layers."""
+        return ()
 
     @property
     def relies(self) -> frozenset[Invariant]:

@@ -16,6 +16,7 @@ from accel.passes import Pass, Rewriting
 from accel.passes.kv.codec._default import IfCached
 from accel.passes.kv.compress import Compress
 from accel.passes.state.replay import Replay
+from accel.passes.state.taps import Taps
 from accel.passes.state.trees import Trees
 from accel.passes.window._default import Windows
 
@@ -265,6 +266,9 @@ def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:
             found[:0] = methods[axis].steps()  # before slots are encoded
     if any(Invariant.CHAINS in method.breaks for method in methods.values()):
         found.append(Trees())
+    readers = [m for m in methods.values() if isinstance(m, Method) and m.taps(1)]
+    if readers:
+        found.append(Taps(tuple(readers)))
     if "loop" in methods and Invariant.REWIND in methods["loop"].relies:
         found.append(Replay())
     if named := [axis for axis in methods if axis in EVICTION]:

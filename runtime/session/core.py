@@ -90,7 +90,7 @@ class SessionCore:
         self.runners = of_kind(self.observers, PromptRunner)
         self._listeners: tuple[CallWatcher, ...] = ()  # which are a caller's
         self._hearing = self.watchers  # of the steps of a call
-        self._tree_extra = _NOTHING  # what the last tree's step gave for listeners
+        self.tree_extra = _NOTHING  # what the last tree's step gave for listeners
         self._stays = not any(one.moves_slots for one in self.watchers)
         self._controls = {name for one in self.watchers for name in one.controls}
 
@@ -413,10 +413,10 @@ class SessionCore:
         for one in self.watchers:
             one.after(tokens, positions, _NOTHING)
         rows = np.arange(self.batch)[:, None]
-        kept = {name: array[rows, columns] for name, array in self._tree_extra.items()}
+        kept = {name: array[rows, columns] for name, array in self.tree_extra.items()}
         for one in self._listeners:
             one.after(tokens, positions, kept)
-        self._tree_extra = _NOTHING
+        self.tree_extra = _NOTHING
         self.lengths = after
         self.lengths = self._settle("call", after, self.watchers)
 
@@ -461,7 +461,7 @@ class SessionCore:
             out = backend.step(tokens, positions, slots, rows, want, tree)
             logits, extra = out.logits, out.extra
         if tree is not None:
-            self._tree_extra = extra
+            self.tree_extra = extra
         for one in listeners:
             one.after(tokens, positions, extra)
         self.count(1, real, start)

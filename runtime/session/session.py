@@ -349,6 +349,11 @@ class Session:
             )
         return self._guesses.run(tokens, tree, lengths, columns)
 
+    @property
+    def guessed(self) -> Arrays:
+        """What listeners asked for of the tokens of the last `guess`, by name, [B,T,…]; nothing after another call."""
+        return self._core.tree_extra
+
     def keep(self, paths: Any) -> None:
         """Commit one path of the last `guess` per row: the columns [n] of its tokens from the root on, or none.
 

@@ -52,7 +52,9 @@ class Base(Pass, Method, ABC):
     every: ClassVar[bool] = False
 
     relies = frozenset({Invariant.APPEND_ONLY})
-    breaks = frozenset({Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE})
+    breaks = frozenset(
+        {Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE, Invariant.EVERY_TOKEN_RUNS}
+    )
 
     score: ClassVar[Callable[..., Tensor]]
 

@@ -60,7 +60,6 @@ class CacheAugment(Trained, Base):
         Invariant.TOKENS_CONTIGUOUS,
         Invariant.UNIFORM_SLOTS,
     }
-    breaks = frozenset({Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE})
 
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
         """A layer has none of its own: the products of all are told by the names of their weights."""

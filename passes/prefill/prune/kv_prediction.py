@@ -59,7 +59,9 @@ class KvPrediction(Tables, Base):
         Invariant.PLAIN_KEYS,
         Invariant.UNIFORM_SLOTS,
     }
-    breaks = frozenset({Invariant.BATCH_INVARIANCE, Invariant.CALL_INDEPENDENT})
+    breaks = frozenset(
+        {Invariant.BATCH_INVARIANCE, Invariant.CALL_INDEPENDENT, Invariant.EVERY_TOKEN_RUNS}
+    )
 
     @property
     def second_model_folder(self) -> str:

@@ -41,7 +41,9 @@ class Pieces(Base):
         Invariant.TOKENS_CONTIGUOUS,
         Invariant.UNIFORM_SLOTS,
     }
-    breaks = frozenset({Invariant.BATCH_INVARIANCE, Invariant.ROW_PRIVATE})
+    breaks = frozenset(
+        {Invariant.BATCH_INVARIANCE, Invariant.EVERY_TOKEN_RUNS, Invariant.ROW_PRIVATE}
+    )
     grade = "approximate"
     attention: ClassVar[bool] = False  # whether `stale` reads it
 

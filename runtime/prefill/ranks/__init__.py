@@ -49,7 +49,7 @@ class Base(Method, ABC):
             Invariant.UNIFORM_SLOTS,
         }
     )
-    breaks = frozenset({Invariant.BATCH_INVARIANCE})
+    breaks = frozenset({Invariant.BATCH_INVARIANCE, Invariant.EVERY_TOKEN_RUNS})
 
     @property
     def fewest(self) -> int:

@@ -1,0 +1,82 @@
+"""Outputs of the step: the residual stream, as transformers gives it."""
+
+import models
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.ir.errors import PassError
+from accel.ir.taps import EMBEDS, FINAL, stream
+from accel.runtime.loop.contrastive import Contrastive
+
+LAYERS = 2
+NAMES = (EMBEDS, stream(0), stream(1), FINAL)
+TOKENS = np.array([[3, 5, 7, 11, 2], [9, 8, 4, 0, 0]])
+COUNTS = [5, 3]
+
+
+def build(monkeypatch, module, target, names=NAMES):
+    monkeypatch.setattr(Contrastive, "taps", lambda self, layers: names)
+    return accel.optimize(
+        module, {"loop": {"use": "contrastive"}}, target=target, max_context=32, max_batch=2
+    )
+
+
+@torch.no_grad()
+def published(module, ids):
+    """What each name has for a text: the norm is in transformers' last one alone."""
+    inner, streams = module.get_decoder(), {}
+    hooks = [
+        layer.register_forward_hook(
+            lambda _, __, out, i=i: streams.__setitem__(
+                stream(i), out[0] if isinstance(out, tuple) else out
+            )
+        )
+        for i, layer in enumerate(getattr(inner, "layers", None) or inner.h)
+    ]
+    out = module(torch.tensor([ids]), output_hidden_states=True)
+    for hook in hooks:
+        hook.remove()
+    return {EMBEDS: out.hidden_states[0][0], FINAL: out.hidden_states[-1][0]} | {
+        name: value[0] for name, value in streams.items()
+    }
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_each_is_what_transformers_gives(monkeypatch, name, target):
+    torch.manual_seed(0)
+    module = models.make(name, LAYERS).eval()
+    with build(monkeypatch, module, target) as made, made.session(2) as session:
+        assert set(session.extra) == set(NAMES)
+        whole = session.step(TOKENS, COUNTS, want=NAMES)
+        more = session.step([[6], [6]], want=[FINAL], last_only=True)
+        plain = made.session(2)
+        np.testing.assert_array_equal(plain.run(TOKENS, COUNTS), whole.logits)
+    for row, count in enumerate(COUNTS):
+        ids = TOKENS[row, :count].tolist()
+        for wanted, value in published(module, ids).items():
+            found = whole.extra[wanted][row]
+            np.testing.assert_allclose(found[:count], value, atol=2e-5, rtol=2e-4, err_msg=wanted)
+            assert not found[count:].any()
+        last = published(module, [*ids, 6])[FINAL][-1]
+        np.testing.assert_allclose(more.extra[FINAL][row, 0], last, atol=2e-5, rtol=2e-4)
+        other = published(module, ids)[stream(0)]
+        assert np.abs(whole.extra[stream(1)][row, :count] - other.numpy()).max() > 1e-2
+
+
+def test_logits_are_those_of_a_model_without(monkeypatch):
+    module = models.make("llama", LAYERS).eval()
+    with (
+        build(monkeypatch, module, "onnx") as made,
+        accel.optimize(module, "base", target="onnx", max_context=32, max_batch=2) as base,
+    ):
+        with made.session(2) as one, base.session(2) as other:
+            np.testing.assert_array_equal(one.run(TOKENS, COUNTS), other.run(TOKENS, COUNTS))
+            assert not other.extra
+
+
+def test_a_name_that_no_layer_has_is_refused(monkeypatch):
+    with pytest.raises(PassError, match=r"loop.contrastive: .*stream.2.*stream.1"):
+        build(monkeypatch, models.make("llama", LAYERS).eval(), "eager", (stream(2),))
