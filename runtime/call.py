@@ -37,6 +37,14 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
+class Embeds:
+    """Embeddings in place of tokens: rows [B,T,E] float32, and for which tokens of a call they stand, mask [B,T]."""
+
+    rows: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
 class Outputs:
     """logits [B,N,V]. extra: the outputs that were asked for, by name, [B,T,…] for the tokens of the call."""
 

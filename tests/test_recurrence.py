@@ -296,12 +296,12 @@ class NeverGoesBack(Broken):
 
 
 class PaddingIsReal(Broken):
-    def step(self, tokens, positions, slots, rows, want=(), tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None, embeds=None):
         return self.inner.step(tokens, np.abs(positions), slots, rows)
 
 
 class TakesNoTurns(Broken):
-    def step(self, tokens, positions, slots, rows, want=(), tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None, embeds=None):
         out = self.inner.step(tokens, positions, slots, rows)
         self.inner._swap()
         return out

@@ -122,7 +122,7 @@ def _check_signature(
         if facts.adapters is not None:
             controls |= {n: tuple(shape) for n, shape in facts.adapters.shapes().items()}
         wrong |= (_CALL - takes) | ({LOGITS} - gives) | (state.keys() - read) | (held ^ written)
-        wrong |= graph.defaults ^ {*controls, *(["tree"] if manifest.trees else [])}
+        wrong |= graph.defaults ^ {*controls, *manifest.call_defaults}
         wrong |= {n for n, v in graph.inputs.items() if controls.get(n, v.shape) != v.shape}
     elif entry_name == ENCODE.name and facts.encoder is not None:
         wrong |= takes ^ ({"features"} if facts.encoder.features else {"inputs", "inputs.pos"})

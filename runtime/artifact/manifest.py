@@ -14,6 +14,7 @@ from typing import Any
 from accel.ir.adapters import file_of
 from accel.ir.entries import kind_of, kinds
 from accel.ir.entries.commit import COMMIT
+from accel.ir.entries.embed import EMBED, EMBEDDED, EMBEDS
 from accel.ir.entries.step import STEP
 from accel.ir.errors import ArtifactError, unknown
 from accel.ir.facts import Facts
@@ -108,6 +109,12 @@ class Manifest:
     def trees(self) -> bool:
         """Whether a call may be a tree of guesses (`passes.state.trees`)."""
         return COMMIT.name in self.entries
+
+    @property
+    def call_defaults(self) -> list[str]:
+        """Inputs of a step that a call may leave out: its tree, and embeddings in place of tokens."""
+        given = [EMBEDS, EMBEDDED] if EMBED.name in self.entries else []
+        return ["tree", *given] if self.trees else given
 
     @property
     def weights_digest(self) -> str:

@@ -23,7 +23,7 @@ from accel.ir.state import Part, output_of, state_of
 from accel.ir.window import SLOTS
 from accel.runtime.backends.buffers import forgettable, kept_slots, recent_slots, sizes_of, trimmed
 from accel.runtime.backends.protocol import Compression, alike, call_inputs
-from accel.runtime.call import Arrays, Logits, Outputs
+from accel.runtime.call import Arrays, Embeds, Logits, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.inputs.stack import stacked
 
@@ -109,9 +109,10 @@ class EagerSession:
         rows: Ints,
         want: Collection[str] = (),
         tree: Bools | None = None,
+        embeds: Embeds | None = None,
     ) -> Outputs:
         """One run of the step entry; the state changes only where it succeeds."""
-        called = call_inputs(tokens, positions, slots, rows, tree)
+        called = call_inputs(tokens, positions, slots, rows, tree, embeds)
         inputs = {n: self._tensor(a) for n, a in called.items()}
         with torch.no_grad():
             given = {**inputs, **self._controls, **self._adapters, **self._state}

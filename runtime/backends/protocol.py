@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.entries.embed import EMBEDDED, EMBEDS
 from accel.ir.sizes import FEW
 from accel.ir.state import Part, StateValue
 from accel.runtime.backends.tuning import Tuning
-from accel.runtime.call import Arrays, Outputs
+from accel.runtime.call import Arrays, Embeds, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
 
 
@@ -44,10 +45,11 @@ class BackendSession(Protocol):
         rows: Ints,
         want: Collection[str] = (),
         tree: Bools | None = None,
+        embeds: Embeds | None = None,
     ) -> Outputs:
         """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], and the outputs `want`
         (of `extra`), all of them the caller's own. `tree` [B,T,W]: which of the slots from `slots` on each token sees;
-        None: all before it.
+        None: all before it. `embeds`: what stands for some tokens (`passes.state.embeds`).
         """
 
     @property
@@ -187,21 +189,38 @@ def alike(state: Iterable[Any]) -> int | None:
 
 
 def call_inputs(
-    tokens: Ints, positions: Ints, slots: Ints, rows: Ints, tree: Bools | None
+    tokens: Ints,
+    positions: Ints,
+    slots: Ints,
+    rows: Ints,
+    tree: Bools | None,
+    embeds: Embeds | None,
 ) -> Arrays:
     """The step's inputs by name; one that is left out has a default in the graph."""
     found: Arrays = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
-    return found if tree is None else {**found, "tree": tree}
+    if tree is not None:
+        found["tree"] = tree
+    if embeds is not None:
+        found |= {EMBEDS: embeds.rows, EMBEDDED: embeds.mask}
+    return found
 
 
 def whole_tiles(
-    tile: int, tokens: Ints, positions: Ints, rows: Ints, tree: Bools | None
-) -> tuple[Ints, Ints, Ints, Bools | None]:
+    tile: int,
+    tokens: Ints,
+    positions: Ints,
+    rows: Ints,
+    tree: Bools | None,
+    embeds: Embeds | None,
+) -> tuple[Ints, Ints, Ints, Bools | None, Embeds | None]:
     """A call's columns with padding after them, and its rows with the first again: whole tiles of both."""
     if short := -tokens.shape[1] % tile:
         tokens = np.pad(tokens, ((0, 0), (0, short)))
         positions = np.pad(positions, ((0, 0), (0, short)), constant_values=-1)
         tree = None if tree is None else np.pad(tree, ((0, 0), (0, short), (0, 0)))
+        if embeds is not None:
+            wide = np.pad(embeds.rows, ((0, 0), (0, short), (0, 0)))
+            embeds = Embeds(wide, np.pad(embeds.mask, ((0, 0), (0, short))))
     if short := -rows.shape[1] % tile:
         rows = np.concatenate([rows, np.repeat(rows[:, :1], short, axis=1)], axis=1)
-    return tokens, positions, rows, tree
+    return tokens, positions, rows, tree, embeds

@@ -24,7 +24,7 @@ from accel.ir.state import Part
 from accel.lowering.triton.lowered import Compiled, Lowered
 from accel.runtime.backends.eager import EagerSession, outputs
 from accel.runtime.backends.protocol import Compression, call_inputs
-from accel.runtime.call import Outputs
+from accel.runtime.call import Embeds, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
 
 
@@ -125,11 +125,12 @@ class TritonSession(EagerSession):
         rows: Ints,
         want: Collection[str] = (),
         tree: Bools | None = None,
+        embeds: Embeds | None = None,
     ) -> Outputs:
         """One run of the step entry. Where it fails, what it wrote lies in nobody's sight, as after a
         rewind; recurrent state changes only where it succeeds.
         """
-        given = call_inputs(tokens, positions, slots, rows, tree)
+        given = call_inputs(tokens, positions, slots, rows, tree, embeds)
         told = self._compiled.defaults | self._controls
         args = list(self._args)
         for name, place in self._places.items():

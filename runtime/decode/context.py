@@ -33,7 +33,8 @@ class Model(Protocol):
 @dataclass(frozen=True)
 class DecodeContext:
     """What a loop is given beside sessions: a method of each axis that it asks for, what calls cost here
-    (None: not known), what the sessions are of, what outlives a request (`draft.Base.store`), and what the request says
+    (None: not known), what the sessions are of, what outlives a request (`store` of the drafter, else of
+    the loop), and what the request says
     of drafted text, and of those that a search finds (None: nothing).
     """
 

@@ -101,7 +101,7 @@ def _measure(backend: BackendSession, facts: Facts) -> Costs:
             at = held - width + np.arange(width)[None]
             rows = np.arange(width)[None]
             slots = at[:, 0]
-            tokens, at, rows, _ = whole_tiles(tile, tokens, at, rows, None)
+            tokens, at, rows, *_ = whole_tiles(tile, tokens, at, rows, None, None)
             start = clock.now()
             backend.step(tokens, at, slots, rows)
             taken[width].append(clock.now() - start)

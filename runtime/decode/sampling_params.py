@@ -79,10 +79,6 @@ class SamplingParams:
         self.sampler_behind(0)  # checks its options
         check_stops(self.stop)
         as_count(self.n, "n", 1)
-        if self.n > 1 and self.greedy:
-            raise InputError(
-                f"n = {self.n} with temperature 0 gives the same text {self.n} times; give a temperature above 0"
-            )
         if self.logprobs is not None:
             as_count(self.logprobs, "logprobs", 0)
         _check_bias(self.logit_bias)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from accel.ir.axis import host_method
 from accel.ir.errors import InputError
+from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant, Method
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds
@@ -52,6 +53,7 @@ class Base(Method, ABC):
 
     judges: ClassVar[bool] = False  # whether it asks the request's `judge`
     scores: ClassVar[bool] = False  # whether it asks the request's `scorer`
+    several: ClassVar[bool] = False  # whether a greedy request for `n` texts gets different ones
 
     @property
     def weighs(self) -> bool:
@@ -64,6 +66,10 @@ class Base(Method, ABC):
 
     def check(self, tokenizer: Tokenizer | None) -> None:
         """Raise InputError where the model's tokenizer (None: there is none) lacks what the loop needs."""
+
+    def store(self, facts: Facts, tokenizer: Tokenizer | None) -> Any:
+        """What outlives a request (`DecodeContext.store`): None, or what is in its `files`. Raises RecipeError."""
+        return None
 
     @property
     def in_rounds(self) -> bool:

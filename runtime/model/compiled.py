@@ -103,8 +103,7 @@ class CompiledModel:
             tables = located(tables, HOST, artifact.path, artifact.files)
         self._loop, self._methods = chosen(tables)
         self._sampler: SampleMethod = host_method(tables, "sample", "standard")
-        draft = self._methods.get("draft")
-        self._store = None if draft is None else draft.store(facts, tokenizer)
+        self._store = self._methods.get("draft", self._loop).store(facts, tokenizer)
         self._sessions = Sessions(backend, facts, self.recipe, artifact, adapters, weights)
         self._costs: Costs | None = None
 

@@ -197,6 +197,11 @@ def samples_of(
             "leave it unset, or take a causal model"
         )
     score = None if params.logprobs is None else TopLogprobs(params.logprobs, tokenizer)
+    if params.n > 1 and params.greedy and not loop.several:
+        raise InputError(
+            f"n = {params.n} with temperature 0 gives the same text {params.n} times; give a temperature above 0, or "
+            "build with a recipe that writes several, such as 'superposed'"
+        )
     if loop.writes and params.structured_outputs is not None:
         raise InputError(
             "structured_outputs: this model's loop also writes text that was not sampled, which a grammar cannot "

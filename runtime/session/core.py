@@ -19,7 +19,12 @@ from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.extra import Extra, check_names
 from accel.runtime.session.flat import flat_call, pays
 from accel.runtime.session.observers import observer_classes
-from accel.runtime.session.observers.observer import CallWatcher, PromptRunner, SessionObserver
+from accel.runtime.session.observers.observer import (
+    CallWatcher,
+    EmbedsGiver,
+    PromptRunner,
+    SessionObserver,
+)
 from accel.runtime.session.rows import Kin, wanted_rows
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
@@ -90,6 +95,7 @@ class SessionCore:
         self.runners = of_kind(self.observers, PromptRunner)
         self._listeners: tuple[CallWatcher, ...] = ()  # which are a caller's
         self._hearing = self.watchers  # of the steps of a call
+        self._giver = next(iter(of_kind(self.observers, EmbedsGiver)), None)
         self.tree_extra = _NOTHING  # what the last tree's step gave for listeners
         self._stays = not any(one.moves_slots for one in self.watchers)
         self._controls = {name for one in self.watchers for name in one.controls}
@@ -446,19 +452,23 @@ class SessionCore:
         pays. `watchers` (None: all) hear of its tokens; of those of a `tree` all do when a path of it is kept.
         """
         backend, width = self.backend, rows.shape[1]
+        embeds = self._giver.embeds(positions) if self._giver is not None else None
         if self._tile > 1:
-            tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
+            tokens, positions, rows, tree, embeds = whole_tiles(
+                self._tile, tokens, positions, rows, tree, embeds
+            )
         self.make_room(slots, tokens.shape[1])
         hearing = self._hearing if watchers is None else watchers
         listeners = hearing if tree is None else ()
         asking = listeners if tree is None else self._listeners
         start = time.perf_counter()
         want = dict.fromkeys(n for one in asking for n in one.before(backend, tokens.shape[1]))
-        if backend.flat and tree is None and not want and pays(real, tokens.size):
+        plain = tree is None and embeds is None and not want
+        if backend.flat and plain and pays(real, tokens.size):
             logits = flat_call(backend, tokens, positions, slots, rows, self.width)
             extra = _NOTHING
         else:
-            out = backend.step(tokens, positions, slots, rows, want, tree)
+            out = backend.step(tokens, positions, slots, rows, want, tree, embeds)
             logits, extra = out.logits, out.extra
         if tree is not None:
             self.tree_extra = extra

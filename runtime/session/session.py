@@ -7,12 +7,14 @@ from collections.abc import Collection, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
+from accel.ir.entries.embed import EMBED
 from accel.ir.errors import InputError, shown
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Arrays, Logits, Outputs
 from accel.runtime.inputs.calls import call_tokens, rewind_target
-from accel.runtime.inputs.ints import Ints, as_ints
+from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.session.core import CHUNK, LaidAdapter, SessionCore
 from accel.runtime.session.extra import check_names
@@ -203,6 +205,7 @@ class Session:
             controls: what the model's methods take beside the tokens. `run_layers`: bools [L], the layers to run, with
                 a depth method (default: all layers for a prompt, the recipe's for single tokens after it).
                 `threshold`: confidence for early exit, with exits (default: no exit in a prompt, then the recipe's).
+                `embeds`: floats [B,T,E] in place of the tokens, which only count then.
                 `coarse`: read the cache in fewer bits than it is stored in, as a draft does, with a kv.codec that can.
 
         Raises:
@@ -244,6 +247,16 @@ class Session:
         """The listener hears no more."""
         core = self._core
         core.listen(tuple(one for one in core.listeners if one is not listener))
+
+    def embed(self, tokens: Any) -> npt.NDArray[Any]:
+        """The embeddings [B,T,E] of tokens [B,T], as the step has them before its first layer; `run(tokens, embeds=…)`
+        takes such rows in place of its tokens.
+
+        Raises InputError where the tokens are invalid, or the model has no such graph.
+        """
+        ids = as_ints(tokens, "tokens")
+        check_vocabulary(ids, self.vocab_size, "tokens")
+        return self.entry(EMBED.name, {"tokens": ids})["stream"]
 
     def entry(self, name: str, inputs: Arrays) -> Arrays:
         """One call of another graph of the model over this session's state, such as a head: its inputs by name -> what

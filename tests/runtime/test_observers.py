@@ -41,7 +41,7 @@ class Counts:
     def resize(self, *sizes):
         self.sizes.append(sizes)
 
-    def step(self, tokens, positions, slots, rows, want=(), tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None, embeds=None):
         self.steps += 1
         if self.steps == self.fails:
             raise MemoryError("no room")

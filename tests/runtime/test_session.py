@@ -23,14 +23,14 @@ class Broken:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def step(self, tokens, positions, slots, rows, want=(), tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None, embeds=None):
         return self.inner.step(tokens, positions, slots, rows)
 
 
 class PaddingIsReal(Broken):
     """Forgets that padding has position -1."""
 
-    def step(self, tokens, positions, slots, rows, want=(), tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None, embeds=None):
         return self.inner.step(tokens, np.abs(positions), slots, rows)
 
 
@@ -39,7 +39,7 @@ class NeverRewinds(Broken):
 
     top = 0
 
-    def step(self, tokens, positions, slots, rows, want=(), tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None, embeds=None):
         shift = max(0, self.top - int(slots[0]))
         self.top = int(slots[0]) + shift + tokens.shape[1]
         return self.inner.step(tokens, positions + shift, slots + shift, rows)
@@ -171,7 +171,7 @@ def test_a_failed_call_changes_nothing(toy):
     class Fails(Broken):
         bad = False
 
-        def step(self, tokens, positions, slots, rows, want=(), tree=None):
+        def step(self, tokens, positions, slots, rows, want=(), tree=None, embeds=None):
             if self.bad and int(slots[0]) >= 512:
                 raise RuntimeError("no")
             return self.inner.step(tokens, positions, slots, rows)

@@ -85,6 +85,11 @@ def take_rows(b: Builder, x: str, rows: str) -> str:
     return str(b.node("GatherND", x, b.node("Unsqueeze", rows, b.ints(-1)), batch_dims=1))
 
 
+@lower(rows.given_rows.default)
+def given_rows(b: Builder, x: str, rows: str, mask: str) -> str:
+    return str(b.node("Where", b.node("Unsqueeze", mask, b.ints(-1)), rows, x))
+
+
 @lower(kv.kv_append.default)
 def kv_append(b: Builder, buffer: str, new: str, slots: str) -> str:
     return str(b.node("TensorScatter", buffer, new, slots, axis=1 if b.rank(buffer) == 2 else 2))

@@ -22,8 +22,8 @@ from accel.ir.region import Entry, sizes
 from accel.ir.state import writes_state
 from accel.ir.tables import Sizes
 from accel.passes import Report
-from accel.passes.prefill._embedded import embedded, embedding_of, tidy
 from accel.passes.prefill.prune import Base
+from accel.passes.state.embedded import embedded, embedding_of, tidy
 from accel.passes.trained import ALL, Trained, read, some_of
 
 aten = torch.ops.aten

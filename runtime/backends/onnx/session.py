@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from accel.ir.adapters import ROWS
 from accel.ir.entries.compress import COMPRESS
+from accel.ir.entries.embed import EMBED, EMBEDDED, EMBEDS
 from accel.ir.entries.flat import FLAT
 from accel.ir.entries.step import LOGITS, is_extra
 from accel.ir.sizes import FEW, grows
@@ -40,7 +41,7 @@ from accel.runtime.backends.onnx.open import (
 )
 from accel.runtime.backends.onnx.part import Parts
 from accel.runtime.backends.protocol import Compression, alike, call_inputs
-from accel.runtime.call import Arrays, Logits, Outputs
+from accel.runtime.call import Arrays, Embeds, Logits, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
 
 
@@ -78,9 +79,7 @@ class OrtSession:
         self.flat = FLAT.name in graphs.entries
         self.alike = alike(graphs.state)
         self._parts = Parts(graphs.other)
-        self._row = (
-            ort_value(np.ones((1, 1, 1), np.bool_)) if graphs.trees else None
-        )  # the tree of a plain call
+        self._plain = {n: ort_value(a) for n, a in _plain(graphs).items()}
         self._extra = {
             o.name: tuple(o.shape[2:]) for o in graphs.step.get_outputs() if is_extra(o.name)
         }
@@ -172,12 +171,14 @@ class OrtSession:
         rows: Ints,
         want: Collection[str] = (),
         tree: Bools | None = None,
+        embeds: Embeds | None = None,
     ) -> Outputs:
         """See protocol.BackendSession; `resize` comes first."""
         if self._mapped and self._few != (tokens.shape[1] <= FEW):
             self._few = not self._few
             advise(self._mapped, self._few)
-        if tokens.shape[1] == self.tile == rows.shape[1] and not want and tree is None:
+        plain = not want and tree is None and embeds is None
+        if plain and tokens.shape[1] == self.tile == rows.shape[1]:
             small = self._small
             small["tokens"][:] = tokens
             small["positions"][:] = positions
@@ -187,10 +188,9 @@ class OrtSession:
             self._swap()
             return Outputs(self._logits.copy(), {})
         logits: Logits = aligned((self._batch, rows.shape[1], self._width), "float32")
-        given = call_inputs(tokens, positions, slots, rows, tree)
+        given = call_inputs(tokens, positions, slots, rows, tree, embeds)
         held = {name: ort_value(np.ascontiguousarray(array)) for name, array in given.items()}
-        if self._row is not None:
-            held.setdefault("tree", self._row)
+        held = {**self._plain, **held}
         binding = (self._asked(tuple(want)) if want else self._other)[0]
         for name, value in held.items():
             binding.bind_ortvalue_input(name, value)
@@ -480,3 +480,13 @@ class OrtSession:
                 bindings.reverse()
             for name, array in self._spare.items():
                 self._buffers[name], self._spare[name] = array, self._buffers[name]
+
+
+def _plain(graphs: Graphs) -> Arrays:
+    """What a step without a tree and without embeddings has for these inputs, whatever a call before it gave."""
+    found: Arrays = {"tree": np.ones((1, 1, 1), np.bool_)} if graphs.trees else {}
+    if EMBED.name in graphs.entries:
+        optional = graphs.step.get_overridable_initializers()
+        (width,) = (value.shape[2] for value in optional if value.name == EMBEDS)
+        found |= {EMBEDS: np.zeros((1, 1, width), np.float32), EMBEDDED: np.zeros((1, 1), np.bool_)}
+    return found

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 from accel.ir.facts import Facts
 from accel.ir.state import StateValue
 from accel.runtime.backends.protocol import BackendSession
-from accel.runtime.call import Arrays, Call, Logits
+from accel.runtime.call import Arrays, Call, Embeds, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import copies, joined, numbers_of, restored, selected
 
@@ -305,6 +305,14 @@ class CallWatcher:
 
     def pin(self, backend: BackendSession) -> None:
         """Another observer changed what the cache holds, so that no token before can be run again."""
+
+
+class EmbedsGiver:
+    """Says of a step which of its tokens have embeddings in their place."""
+
+    def embeds(self, positions: Ints) -> Embeds | None:
+        """Of tokens at these positions [B,T] (-1: padding); None: of none."""
+        raise NotImplementedError
 
 
 class PromptRunner:

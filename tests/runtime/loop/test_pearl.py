@@ -37,7 +37,7 @@ class Errs:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def step(self, tokens, positions, slots, rows, want=(), tree=None):
+    def step(self, tokens, positions, slots, rows, want=(), tree=None, embeds=None):
         self.fails -= 1
         if not self.fails:
             raise MemoryError("no room")

@@ -25,7 +25,6 @@ from accel.ir.program import Program, evaluate, operand
 from accel.ir.region import Entry, Region
 from accel.ir.state import state_of, writes_state
 from accel.passes import run
-from accel.passes.prefill._embedded import embedded, embedding_of
 from accel.passes.prefill.prune.cache_augment import (
     GAIN,
     NAME,
@@ -38,6 +37,7 @@ from accel.passes.prefill.prune.cache_augment import (
     shapes,
     width_of,
 )
+from accel.passes.state.embedded import embedded, embedding_of
 from accel.passes.trained import ALL, Parts
 
 AHEAD = 16  # tokens behind an insertion that count

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.passes import Report
-from accel.passes.prefill._embedded import embedded, embeddings
 from accel.passes.prefill.prune import Base
+from accel.passes.state.embedded import embedded, embeddings
 
 
 @dataclass(frozen=True)
