@@ -3,11 +3,11 @@
 import models
 import numpy as np
 import pytest
-import torch
 
 from accel.ir.errors import InputError
 from accel.runtime.model.load import from_artifact
 
+from .block_case import cached, sight, whole
 from .lowering.test_triton_models import beside
 from .tree_case import with_trees
 
@@ -46,30 +46,6 @@ def build():
         model.close()
 
 
-def sight(text: int, tree: np.ndarray) -> np.ndarray:
-    """What each token sees of a text and of a call behind it: the text causally, the call as `tree` says."""
-    size = text + len(tree)
-    seen = np.tri(size, dtype=bool)
-    seen[text:, text:] = tree
-    return seen
-
-
-def whole(module, ids: np.ndarray, places: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """The logits [T,V] of one call of transformers with a mask that says what each token sees."""
-    window = getattr(module.config, "sliding_window", None)
-    if window:
-        seen = seen & (places[:, None] - places < window)
-    added = torch.zeros(1, 1, *seen.shape).masked_fill(~torch.from_numpy(seen), -1e30)
-    with torch.no_grad():
-        out = module(
-            torch.from_numpy(ids)[None],
-            attention_mask=added,
-            position_ids=torch.from_numpy(places)[None],
-            use_cache=False,
-        )
-    return out.logits[0].numpy()
-
-
 def calls(size: int = 6) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """What each token sees, and where it lies: a block, and one behind tokens in order that do not see it."""
     block = np.ones((size, size), bool)
@@ -93,16 +69,6 @@ def texts() -> tuple[np.ndarray, list[np.ndarray]]:
     for row, ids in zip(padded, rows, strict=True):
         row[: ids.size] = ids
     return padded, rows
-
-
-def cached(session) -> list[np.ndarray]:
-    """The keys, values and positions of what each row holds, as they are stored."""
-    found = []
-    for name, buffer in session._core.backend.buffers().items():
-        along = 1 if name.endswith("pos") else 2
-        for row, held in zip(np.asarray(buffer), session.lengths.tolist(), strict=True):
-            found.append(np.take(row, np.arange(held), along - 1).copy())
-    return found
 
 
 def guessed(build, name, kind, change=lambda seen: seen):

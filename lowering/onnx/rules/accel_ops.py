@@ -362,7 +362,7 @@ def _own(b: Builder, x: Operands) -> tuple[str, str]:
 
 
 def _hidden(
-    b: Builder, q_pos: str, k_pos: str, mask: str, window: int, own: tuple[str, str] | None = None
+    b: Builder, q_pos: str, k_pos: str, mask: str, window: int, tree: tuple[str, str] | None = None
 ) -> str:
     """[B,1,T,C] ([B,G,T,P] for positions [B,G,P]): 0 where the query may look, the lowest finite
     number elsewhere.
@@ -374,8 +374,8 @@ def _hidden(
         "Unsqueeze", k_pos, b.ints(*((1, 2) if b.rank(k_pos) == 2 else (2,)))
     )  # [B,1 or G,1,C]
     seen = visible(b, q, k, mask, window)
-    if own is not None:
-        cached, theirs = own
+    if tree is not None:
+        cached, theirs = tree
         if mask != "full":
             ahead = visible(b, q, k, mask, window, ahead=True)
             seen = b.node("Or", seen, b.node("And", ahead, b.node("Not", cached)))
