@@ -16,6 +16,24 @@ class Diffusion:
     shift: bool = False
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Of a causal model that was also trained to fill masks behind a text, where a block sees the text and itself, both
+    ways. mask: as of `Diffusion`. size: tokens of a block, at most, in training. Logits of a token say what follows it.
+    """
+
+    mask: int
+    size: int
+
+
+def blocks_of(config: Any) -> Blocks | None:
+    """By a configuration's `mask_token_id`, `logit_shift` and `block_size`; None: it names no such blocks."""
+    found, size = diffusion_of(config), getattr(config, "block_size", None)
+    if found is None or not found.shift or not isinstance(size, int) or isinstance(size, bool):
+        return None
+    return Blocks(found.mask, size) if size > 0 else None
+
+
 def diffusion_of(config: Any) -> Diffusion | None:
     """By a configuration's `mask_token_id` and `logit_shift`; None: it names no mask."""
     mask = getattr(config, "mask_token_id", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import Depth
-from accel.ir.diffusion import Diffusion
+from accel.ir.diffusion import Blocks, Diffusion
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.fields import BUILD_ONLY, Fields, Positive, optional_objects, read
@@ -65,6 +65,7 @@ class Facts:
     depth: Depth | None = None
     prefill: Prefill | None = None
     diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
+    blocks: Blocks | None = None  # it is causal and fills masks behind a text, too
     embedding: Embedding | None = None  # it gives vectors in place of logits; None: it makes text
     adapters: AdapterFacts | None = None  # None: no row chooses one
     units: Units | None = None  # None: attention reads no units of tokens
@@ -132,6 +133,10 @@ class Facts:
         if mask >= found.vocab_size:
             raise f.object("diffusion").wrong(
                 "mask", mask, f"a token id, 0..{found.vocab_size - 1}"
+            )
+        if found.blocks is not None and found.blocks.mask >= found.vocab_size:
+            raise f.object("blocks").wrong(
+                "mask", found.blocks.mask, f"a token id, 0..{found.vocab_size - 1}"
             )
         return found
 

@@ -63,8 +63,12 @@ def beside_unequal(mask: str, size: int, heads: int, groups: int):
     return make
 
 
-def in_tree(mask: str, size: int, heads: int, groups: int, bias: Any = None):
-    """The call's own keys lie in the middle of the slots; every token hangs on a random earlier one."""
+def in_tree(
+    mask: str, size: int, heads: int, groups: int, bias: Any = None, both_ways: bool = False
+):
+    """The call's own keys lie in the middle of the slots; every token hangs on a random earlier one. `both_ways`: it
+    sees any others, those at later positions too.
+    """
     plain = attend(mask, size, heads, groups, bias)
 
     def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
@@ -74,6 +78,8 @@ def in_tree(mask: str, size: int, heads: int, groups: int, bias: Any = None):
         for row, i in itertools.product(range(b), range(t)):
             if i:
                 tree[row, i] = tree[row, rng.integers(0, i)]
+            if both_ways:
+                tree[row, i] = torch.from_numpy(rng.random(t) < 0.6)
             tree[row, i, i] = True
             operands[4][row, first[row] + i] = operands[3][row, i]
         return [*operands, None, None, None, None, tree, first]
@@ -197,6 +203,11 @@ def attention_cases() -> list[Case]:
     ]:  # fmt: skip
         make = in_tree(mask, 4, 4, groups, bias)
         made.append(Case(f"attention-tree-{mask}-{groups}", attention.attention, make, (5,)))
+    for mask, groups, bias in [
+        ("causal", 2, None), ("window", 4, constant(4, LONGEST)), ("chunk", 2, None),
+    ]:  # fmt: skip
+        make = in_tree(mask, 4, 4, groups, bias, both_ways=True)
+        made.append(Case(f"attention-block-{mask}-{groups}", attention.attention, make, (5,)))
     for op, mask, groups in itertools.product(
         (attention.attention, mass.attention_weights), ("causal", "window", "chunk"), (4, 2)
     ):

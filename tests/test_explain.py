@@ -88,7 +88,7 @@ def kinds():
     found = {
         tuple(Recipe.load(name).tables): name
         for name in sorted(methods, key=lambda n: not measured(methods[n]))
-        if not getattr(methods[name].get("loop"), "masked_diffusion", False)
+        if (loop := methods[name].get("loop")) is None or not (loop.masked_diffusion or loop.blocks)
     }
     return sorted({*found.values(), *REFUSED})
 

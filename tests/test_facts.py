@@ -7,7 +7,7 @@ import pytest
 
 from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import NESTED, Depth
-from accel.ir.diffusion import Diffusion
+from accel.ir.diffusion import Blocks, Diffusion
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts, SpeechTokens
 from accel.ir.errors import ArtifactError
@@ -34,6 +34,7 @@ FULL = {
         Pick(8, 1, 2), (Pick(4, 0, 1),), Segments(16, 32), Ranks((0, 1, 0)), Fill(3)
     ),
     "diffusion": Diffusion(7, shift=True),
+    "blocks": Blocks(7, 4),
     "embedding": Embedding("last", False, 384, True),
     "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
     "units": Units(80, 320, 16),
@@ -94,6 +95,7 @@ def test_layers_of_older_artifacts():
             {"mask": 50, "shift": False},
             "model.diffusion.mask is 50 .*not a token id, 0..49",
         ),
+        ("blocks", {"mask": 50, "size": 4}, "model.blocks.mask is 50 .*not a token id, 0..49"),
         (
             "adapters",
             {"modules": {"q": [8]}, "ranks": {}, "bytes": {}},

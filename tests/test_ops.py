@@ -170,23 +170,24 @@ PARTS = ("kept", "pages", "beside")
 WHOLE = [n for n in CASES if n.startswith("attention-") and not any(p in n for p in PARTS)]
 
 
-def sees(mask: str, size: int, q: int, k: int) -> bool:
+def sees(mask: str, size: int, q: int, k: int, ahead: bool = False) -> bool:
     if k < 0:
         return False
     return {
-        "causal": k <= q,
-        "window": k <= q and q - k < size,
-        "chunk": k <= q and q // max(size, 1) == k // max(size, 1),
+        "causal": ahead or k <= q,
+        "window": (ahead or k <= q) and q - k < size,
+        "chunk": (ahead or k <= q) and max(q, 0) // max(size, 1) == k // max(size, 1),
         "full": True,
     }[mask]
 
 
-def in_sight(tree: Tensor | None, first: Tensor | None, b: int, t: int, slot: int) -> bool:
-    """Whether a tree lets token t see a slot."""
-    if tree is None or first is None:
-        return True
-    own = slot - int(first[b])
-    return not 0 <= own < tree.shape[2] or bool(tree[b, t, own])
+def in_call(mask, size, q_pos, k_pos, tree, first, b: int, t: int, slot: int) -> bool:
+    """Whether token t sees a slot: of the call's own, as a tree says, those at later positions too."""
+    own = -1 if first is None else slot - int(first[b])
+    there = tree is not None and 0 <= own < tree.shape[2]
+    if there and not tree[b, t, own]:
+        return False
+    return sees(mask, size, int(q_pos[b, t]), int(k_pos[b, slot]), there)
 
 
 def by_loops(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, sink=None, *more) -> Tensor:
@@ -197,7 +198,7 @@ def by_loops(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, sink=None, *mo
         group, here = h * k.shape[1] // q.shape[1], int(q_pos[b, t])
         seen = [
             c for c in range(k.shape[2])
-            if sees(mask, size, here, int(k_pos[b, c])) and in_sight(tree, first, b, t, c)
+            if in_call(mask, size, q_pos, k_pos, tree, first, b, t, c)
         ]  # fmt: skip
         if here < 0 or not seen:
             continue
@@ -239,10 +240,10 @@ def test_attention_equals_torchs(name):
     allowed = [
         [
             [
-                sees(mask, size, int(a), int(b)) and in_sight(*(more[4:] or (None, None)), i, t, c)
-                for c, b in enumerate(k_pos[i])
+                in_call(mask, size, q_pos, k_pos, *(more[4:] or (None, None)), i, t, c)
+                for c in range(k_pos.shape[1])
             ]
-            for t, a in enumerate(q_pos[i])
+            for t in range(q_pos.shape[1])
         ]
         for i in range(2)
     ]

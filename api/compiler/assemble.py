@@ -160,6 +160,10 @@ def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
             f"{facts.name} {why}; give a masked-diffusion "
             f"model, or a recipe with one of {ways[False]}"
         )
+    if facts.diffusion is None and (why := loop.unfit(facts)):
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': loop = {use}: {facts.name} {why}, or build with another [loop]"
+        )
     if captured and facts.diffusion is not None and not loop.masked_diffusion:
         raise RecipeError(
             f"recipe '{plan.recipe.name}': loop = {use} generates token by token, and {facts.name} is a "

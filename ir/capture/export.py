@@ -65,6 +65,14 @@ def export(model: Prepared, traits: ModelTraits, whole: bool = False) -> Exporte
     logits = _settled(model, adapter, traits, given)
     if facts.embedding is None:
         facts.diffusion = both_ways(adapter.model, traits, lambda: model(*given.values()), logits)
+        if facts.diffusion is not None:
+            facts.blocks = None
+        elif facts.blocks is not None and facts.blocks.mask >= logits.shape[-1]:
+            facts.notes.append(
+                f"config.mask_token_id is {facts.blocks.mask}, and the logits are of {logits.shape[-1]} tokens: it "
+                "fills no masks"
+            )
+            facts.blocks = None
     else:
         looks = sees_later(lambda: model(*given.values()), logits)
         facts.embedding = replace(facts.embedding, width=int(logits.shape[-1]), both_ways=looks)

@@ -15,7 +15,7 @@ from accel.ir.capture.exported import interface_of, parameters_of
 from accel.ir.capture.forms import Form, forms_of, is_chunked
 from accel.ir.capture.length_limits import is_indexer, limit_of, pools, turns_anew
 from accel.ir.capture.traits import Kind, Limit, ModelTraits, Swaps
-from accel.ir.diffusion import diffusion_of
+from accel.ir.diffusion import blocks_of, diffusion_of
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
@@ -119,6 +119,7 @@ def _of_module(
         eos=() if eos is None else tuple(int(e) for e in (eos if isinstance(eos, list) else [eos])),
         bos=bos if isinstance(bos, int) else None,
         diffusion=None if embedding is not None else diffusion_of(text),
+        blocks=None if embedding is not None else blocks_of(text),
         embedding=embedding,
         parameters=sum({p.data_ptr(): p.numel() for p in model.parameters()}.values()),
         config=_as_json(config),

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from accel.ir.capture.forms import Form
-from accel.ir.diffusion import Diffusion
+from accel.ir.diffusion import Blocks, Diffusion
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
@@ -71,6 +71,7 @@ class ModelTraits:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     diffusion: Diffusion | None = None
+    blocks: Blocks | None = None  # as far as its configuration says
     embedding: Embedding | None = None  # it gives vectors in place of logits
     parameters: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -107,6 +108,7 @@ class ModelTraits:
             config=dict(self.config),
             encoder=self.encoder,
             diffusion=self.diffusion,
+            blocks=self.blocks,
             embedding=self.embedding,
         )
         if self.own_limit is not None and self.own_limit < facts.max_context:

@@ -20,16 +20,17 @@ MASKS = ("causal", "window", "chunk", "full")
 class Mask:
     """What a query at position q may see of a key at position k (k >= 0 always holds).
 
-    causal: k <= q. window: q - size < k <= q. chunk: k <= q in the same block of `size`. full: all.
+    causal: k <= q. window: q - size < k <= q. chunk: k <= q in the same block of `size`. full: all. `ahead`: also of
+    those with k > q.
     """
 
     kind: str
     size: int = 0
 
-    def visible(self, q: Tensor, k: Tensor) -> Tensor:
+    def visible(self, q: Tensor, k: Tensor, ahead: bool = False) -> Tensor:
         """q [..., T, 1] and k [..., 1, S] -> bool [..., T, S]."""
         seen = (k >= 0).expand(torch.broadcast_shapes(q.shape, k.shape))
-        if self.kind != "full":
+        if self.kind != "full" and not ahead:
             seen = seen & (k <= q)
         if self.kind == "window":
             seen = seen & (k > q - self.size)
@@ -122,14 +123,15 @@ class Form(Mask):
         return torch.cat([scores, column], dim=-1)
 
 
-def own_visible(tree: Tensor, first: Tensor, slots: int) -> Tensor:
-    """What a tree [B,T,W], or [1,1,W], lets each query see of the slots, bool [B,T,S] ([B,1,S]): all, but of
-    the W slots from `first` [B] on, where the call's own keys lie, only those of its row.
+def own_visible(tree: Tensor, first: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Which slots are the W from `first` [B] on, where the call's own keys lie, bool [B,1,S]; and which of them a tree
+    [B,T,W], or [1,1,W], lets each query see, bool [B,T,S] ([B,1,S]).
     """
-    own = torch.arange(slots, device=tree.device) - first.unsqueeze(1)  # [B,S]
+    place = torch.arange(slots, device=tree.device) - first.unsqueeze(1)  # [B,S]
     width, tree = tree.shape[2], tree.expand(first.shape[0], -1, -1)
-    index = own.clamp(0, width - 1).unsqueeze(1).expand(-1, tree.shape[1], -1)
-    return tree.gather(2, index) | ((own < 0) | (own >= width)).unsqueeze(1)
+    own = ((place >= 0) & (place < width)).unsqueeze(1)
+    index = place.clamp(0, width - 1).unsqueeze(1).expand(-1, tree.shape[1], -1)
+    return own, tree.gather(2, index) & own
 
 
 T = TypeVar("T")  # a tensor, a node, a value's name: what operands are where they are looked at
@@ -227,7 +229,10 @@ def _scores(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, T
     if x.tree is not None:
         assert x.first is not None  # ir/spec.py
         before = k.shape[2] - x.k_pos.shape[1]  # kept
-        seen = seen & own_visible(x.tree, x.first + before, k.shape[2]).unsqueeze(1)
+        own, theirs = (
+            part.unsqueeze(1) for part in own_visible(x.tree, x.first + before, k.shape[2])
+        )
+        seen = torch.where(own, theirs & form.visible(qp, kp, ahead=True), seen)
     if added is not None:
         scores = scores + added
     if x.pages is not None and x.pages.shape[2]:
@@ -279,8 +284,8 @@ def merged(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 # kept_counts [B,G] or none: heads have unequal numbers of such slots, which lie in kept_k, kept_v [B,1,M,D] and
 # kept_pos [B,1,M] one head's after another's (`ir.ops.ragged`).
 # tree [B,T,W] (or [1,1,W]: the same for all) bool or none: which keys of the slots first[b] .. first[b]+W-1,
-# where the call's own lie, each query may see, if the positions let it (of a tree of guesses, W = T: a token's
-# ancestors and itself). W = 1 hides nothing where it is true: a row of tokens.
+# where the call's own lie, each query sees, those at later positions too, as far as a window or chunk lets it (of a
+# tree of guesses, W = T: a token's ancestors and itself). W = 1 hides nothing where it is true: a row of tokens.
 # pages [B,G,T,K] or none: what of k and v the queries of a group read, as numbers of stretches of `page`
 # slots (-1: none); [B,G,0,K]: all of it. Kept slots are always read.
 # beside [B,H,T,Dv], beside_lse [B,H,T] or none: a partial result over other keys, which is merged in.

@@ -68,19 +68,45 @@ def rewind_target(length: Any, before: Ints) -> Ints:
     return wanted
 
 
-def tree_of(tree: Any, shape: tuple[int, ...]) -> Bools:
-    """What each token of a call [B,T] sees of it, bool [B,T,T]. Raises InputError."""
+def tree_of(tree: Any, shape: tuple[int, ...], ahead: bool = False) -> Bools:
+    """What each token of a call [B,T] sees of it, bool [B,T,T]; `ahead`: it may see tokens behind it, too. Raises
+    InputError.
+    """
     seen = np.asarray(tree)
     if seen.dtype != np.bool_ or seen.shape != (*shape, shape[1]):
         raise InputError(
             f"tree is {seen.dtype} {list(seen.shape)}; give bools {[*shape, shape[1]]}, for each token the tokens "
             "of the call that it sees (Tree.mask)"
         )
-    if np.triu(seen, 1).any() or not np.einsum("btt->bt", seen).all():
+    if not np.einsum("btt->bt", seen).all():
+        raise InputError("tree: a token sees itself; let the diagonal be true (Tree.mask)")
+    if not ahead and np.triu(seen, 1).any():
         raise InputError(
-            "tree: a token sees itself and tokens before it; give ancestors first (Tree.mask)"
+            "tree: a token sees tokens before it; give ancestors first (Tree.mask), or for a block whose tokens "
+            "see those behind them the positions, too"
         )
     return seen
+
+
+def positions_of(positions: Any, before: Ints, real: Bools, seen: Bools) -> Ints:
+    """The positions of the tokens of a tree [B,T], which rows of `before` [B] tokens get; -1 where they are not `real`
+    [B,T]. None: as deep as each is. Raises InputError.
+    """
+    if positions is None:
+        return np.where(real, before[:, None] + seen.sum(2) - 1, -1)
+    found = as_ints(positions, "positions")
+    if found.shape != real.shape:
+        raise InputError(
+            f"positions have shape {list(found.shape)}; give {list(real.shape)}, one for each token"
+        )
+    first, past = before[:, None], (before + real.sum(1))[:, None]
+    if (bad := real & ((found < first) | (found >= past))).any():
+        row, column = (int(part[0]) for part in bad.nonzero())
+        raise InputError(
+            f"positions[{row}][{column}] is {found[row, column]}, but the row holds {before[row]} tokens and the call "
+            f"has {real[row].sum()} of it; give {before[row]}..{past[row, 0] - 1}"
+        )
+    return np.where(real, found, -1)
 
 
 def columns_of(columns: Any, shape: tuple[int, ...]) -> Ints:
@@ -100,8 +126,10 @@ def columns_of(columns: Any, shape: tuple[int, ...]) -> Ints:
     return found
 
 
-def path_of(path: Any, tree: Bools, row: int, count: int) -> Ints:
-    """Columns [n] of a call that a row keeps, of `count` real ones: a path from the root on. Raises InputError."""
+def path_of(path: Any, tree: Bools, depths: Ints, row: int, count: int) -> Ints:
+    """Columns [n] of a call that a row keeps, of `count` real ones: a path from the root on. `depths` [B,T]: positions
+    of the tokens, from the first on. Raises InputError.
+    """
     columns = as_ints(path, f"paths[{row}]") if np.size(path) else np.zeros(0, np.int64)
     if columns.ndim != 1 or (columns.size and not 0 <= columns.min() <= columns.max() < count):
         raise InputError(
@@ -109,6 +137,16 @@ def path_of(path: Any, tree: Bools, row: int, count: int) -> Ints:
         )
     for i, column in enumerate(columns):
         seen = np.flatnonzero(tree[row, column])
+        if (behind := seen[seen > column]).size:
+            raise InputError(
+                f"paths[{row}]: token {column} saw {behind.tolist()} behind it, and what a row keeps saw tokens before "
+                "it alone; keep none of the block, and run its tokens"
+            )
+        if seen.tolist() == columns[: i + 1].tolist() and depths[row, column] != i:
+            raise InputError(
+                f"paths[{row}]: token {column} has the position of token {depths[row, column]} after those of the row, "
+                f"but comes as token {i}; keep tokens at the positions that follow"
+            )
         if seen.tolist() != columns[: i + 1].tolist():
             raise InputError(
                 f"paths[{row}]: token {column} of the tree comes after {seen[:-1].tolist()}, not after "

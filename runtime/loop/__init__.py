@@ -42,6 +42,8 @@ class Base(Method, ABC):
     asks: ClassVar[Mapping[str, str]] = {}
     # Whether it fills masks, of a model that sees both ways; else it takes tokens one after the other, of a causal one.
     masked_diffusion: ClassVar[bool] = False
+    # Whether it fills masks behind what a causal model has cached, of one that was trained to (`facts.blocks`).
+    blocks: ClassVar[bool] = False
     # Whether a greedy request gets other tokens than those that the model finds likeliest one by one.
     searches: ClassVar[bool] = False
     trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
@@ -63,6 +65,10 @@ class Base(Method, ABC):
     @property
     def breaks(self) -> frozenset[Invariant]:
         return frozenset({Invariant.CHAINS}) if self.trees else frozenset()
+
+    def unfit(self, facts: Facts) -> str:
+        """What a causal model lacks that the loop needs, behind "the model", with what to do; "": nothing."""
+        return ""
 
     def check(self, tokenizer: Tokenizer | None) -> None:
         """Raise InputError where the model's tokenizer (None: there is none) lacks what the loop needs."""

@@ -191,7 +191,7 @@ def samples_of(
     loop.check(tokenizer)
     stops = as_stops(params.stop, tokenizer)
     ends, size = params.ends(facts), facts.vocab_size
-    if loop.masked_diffusion and (given := params.token_by_token):
+    if (loop.masked_diffusion or loop.blocks) and (given := params.token_by_token):
         raise InputError(
             f"{', '.join(given)}: this model fills masks in any order, so no token is known to follow others; "
             "leave it unset, or take a causal model"

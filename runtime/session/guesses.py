@@ -10,17 +10,20 @@ import numpy as np
 
 from accel.ir.errors import InputError, shown
 from accel.runtime.call import Logits
-from accel.runtime.inputs.calls import call_tokens, columns_of, path_of, tree_of
+from accel.runtime.inputs.calls import call_tokens, columns_of, path_of, positions_of, tree_of
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.core import SessionCore
 
 
 @dataclass(frozen=True, eq=False)
 class _Tree:
-    """Tokens [B,T] that may be kept, what each sees of them, and how many of a row are real [B]."""
+    """Tokens [B,T] that may be kept, what each sees of them, at which positions from the first on they lie [B,T], and
+    how many of a row are real [B].
+    """
 
     tokens: Ints
     seen: Bools
+    depths: Ints
     counts: Ints
 
 
@@ -31,25 +34,27 @@ class Guesses:
         self._core = core
         self._tree: _Tree | None = None
 
-    def run(self, tokens: Any, tree: Any, lengths: Any, columns: Any) -> Logits:
+    def run(self, tokens: Any, tree: Any, lengths: Any, columns: Any, positions: Any) -> Logits:
         """See `Session.guess`."""
         core, before = self._core, self._core.lengths
         ids, counts = call_tokens(tokens, lengths, before, core.vocab_size, core.max_context)
-        seen, rows = tree_of(tree, ids.shape), columns_of(columns, ids.shape)
+        seen = tree_of(tree, ids.shape, ahead=positions is not None)
+        rows = columns_of(columns, ids.shape)
         if ids.shape[1] > core.chunk:
             raise InputError(
                 f"a tree of {ids.shape[1]} tokens is too large; give at most {core.chunk}"
             )
         full = np.full(core.batch, ids.shape[1], np.int64) if counts is None else counts
         real = np.arange(ids.shape[1]) < full[:, None]
-        positions = np.where(real, before[:, None] + seen.sum(2) - 1, -1)
+        places = positions_of(positions, before, real, seen)
         core.begin_tree(ids, full)
         try:
             core.catch_up()
             slots = before - core.base
             core.make_room(slots, ids.shape[1])
-            self._tree = _Tree(ids, seen, full)  # from here on something may be written
-            return core.step(ids, positions, slots, rows, int(full.sum()), seen)
+            # from here on something may be written
+            self._tree = _Tree(ids, seen, places - before[:, None], full)
+            return core.step(ids, places, slots, rows, int(full.sum()), seen)
         except BaseException as error:
             core.undo(before, error)
             raise
@@ -62,7 +67,9 @@ class Guesses:
         if not hasattr(paths, "__len__") or len(paths) != core.batch:
             told = f"{len(paths)} paths" if hasattr(paths, "__len__") else f"paths = {shown(paths)}"
             raise InputError(f"keep was given {told}; give one for each row, {core.batch}")
-        chosen = [path_of(p, tree.seen, b, int(tree.counts[b])) for b, p in enumerate(paths)]
+        chosen = [
+            path_of(p, tree.seen, tree.depths, b, int(tree.counts[b])) for b, p in enumerate(paths)
+        ]
         width, before = tree.tokens.shape[1], core.lengths
         path = np.tile(np.arange(width), (core.batch, 1))
         positions = np.full((core.batch, width), -1, np.int64)

@@ -338,9 +338,17 @@ class Session:
                 "(units), or 'finch' (question)"
             )
 
-    def guess(self, tokens: Any, tree: Any, lengths: Any = None, columns: Any = None) -> Logits:
+    def guess(
+        self,
+        tokens: Any,
+        tree: Any,
+        lengths: Any = None,
+        columns: Any = None,
+        positions: Any = None,
+    ) -> Logits:
         """Run a draft tree, tokens [B,T] after the tokens of each row, and return the logits after each,
-        float32 [B,T,V].
+        float32 [B,T,V]. With `positions`, any call whose tokens see each other as `tree` says, such as a block that
+        sees both ways.
 
         Nothing is committed until `keep`; any other call discards the tree. It is one graph call, so T is at most
         512 and `capabilities.width`.
@@ -351,6 +359,9 @@ class Session:
                 ancestors.
             lengths: valid tokens per row [B], as in `run`.
             columns: [B,N], the tokens whose logits are returned as [B,N,V]; the others are not computed.
+            positions: [B,T], where in its row each token lies, of `length` .. `length` + valid tokens - 1; a token then
+                may see those behind it, too. Default: as deep in the tree as it is. What saw tokens behind it cannot
+                be kept.
 
         Raises:
             InputError: the call is invalid, or the model was built without trees (`capabilities.trees`).
@@ -360,7 +371,7 @@ class Session:
             raise InputError(
                 "this model takes no draft trees; build it with a recipe that drafts trees (such as token-recycling)"
             )
-        return self._guesses.run(tokens, tree, lengths, columns)
+        return self._guesses.run(tokens, tree, lengths, columns, positions)
 
     @property
     def guessed(self) -> Arrays:

@@ -32,7 +32,9 @@ def sees(operands: list[Any]) -> Tensor:
     q_pos, k_pos, mask, window = operands[3], operands[4], operands[8], operands[9]
     seen = Mask(mask, window).visible(q_pos[:, :, None], k_pos[:, None, :])
     if len(operands) > 15 and operands[14] is not None:
-        seen = seen & own_visible(operands[14], operands[15], k_pos.shape[1])
+        ahead = Mask(mask, window).visible(q_pos[:, :, None], k_pos[:, None, :], ahead=True)
+        own, theirs = own_visible(operands[14], operands[15], k_pos.shape[1])
+        seen = torch.where(own, theirs & ahead, seen)
     return seen.any(-1)
 
 

@@ -99,11 +99,14 @@ def chosen() -> set[str]:
 def suited() -> list[str]:
     """The recipes of causal models, which the bundled one is, but for those that change no greedy request."""
     return [
-        n
-        for n in bundled()
-        if not Recipe.load(n).tables.keys() <= OF_REQUESTS
-        and not getattr(assemble(Recipe.load(n)).methods.get("loop"), "masked_diffusion", False)
+        n for n in bundled() if not Recipe.load(n).tables.keys() <= OF_REQUESTS and not fills(n)
     ]
+
+
+def fills(name: str) -> bool:
+    """Whether a recipe is for models that fill masks."""
+    loop = assemble(Recipe.load(name)).methods.get("loop")
+    return loop is not None and (loop.masked_diffusion or loop.blocks)
 
 
 def swept(name: str) -> list[Case]:

@@ -35,7 +35,9 @@ from accel.runtime.serve.engine import Request
 from accel.runtime.serve.phases import serving
 
 MODEL = Path(str(files("accel.reference")))
-MODELS = {"diffusion": MODEL / "diffusion"}  # by the group of a recipe; else the bundled model
+MODELS = {
+    name: MODEL / name for name in ("diffusion", "blocks")
+}  # by the group of a recipe; else the bundled model
 RESULTS = results.folder("served")
 PROMPTS = ("def quicksort(items):\n    if len(items)", "import os\nimport")
 TOKENS = 12

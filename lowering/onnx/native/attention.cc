@@ -26,7 +26,8 @@
 // Where the queries of all rows lie one after another, without padding, an owner says whose each is.
 //
 // Where the call's own tokens are a tree of guesses, each sees of them what it would see in a row of its
-// ancestors: those lie for it where they would lie then (`Lane`), so that its result is the same, too.
+// ancestors: those lie for it where they would lie then (`Lane`), so that its result is the same, too. A token of a
+// block that sees both ways sees such a row of all of them, those at later positions too.
 //
 // DrawnAttention, DrawnAttentionInt8, DrawnAttentionFloat16: the same, and how much of it each slot draws (drawn.h).
 //
@@ -510,6 +511,7 @@ struct Lane {
   std::vector<int64_t> pos;
   Slots slots;
   int64_t before;  // slots before the call's own, which all of its tokens see
+  int32_t last;    // the latest position of what a token sees of its own
 
   // Of chunk `index` of what came since; its slots before the call's own.
   void begin(const Call& c, int64_t pair, int64_t index) {
@@ -517,7 +519,6 @@ struct Lane {
     before = std::clamp<int64_t>(c.first.as<int64_t>()[pair / c.G] - index * kChunk, 0, kChunk);
     k.resize(kChunk * c.D), v.resize(kChunk * c.W), pos.resize(kChunk);
     lists::copy(x.k, 0, before, k.data()), lists::copy(x.v, 0, before, v.data());
-    std::copy_n(x.slots->pos.data() + index * kChunk, before, pos.data());
   }
 
   // And those that token t sees of its own, and of what lies behind them: nothing, in a session.
@@ -525,6 +526,10 @@ struct Lane {
     int64_t b = pair / c.G, first = c.first.as<int64_t>()[b], next = first - index * kChunk, count = before;
     const bool* seen = c.tree.as<bool>() + (b * c.T + t) * c.own;
     Piece x = piece_of(c, c.segments[1], pair, 0, 0);
+    auto near = [&](int32_t p) {  // as the mask has it of positions in either direction
+      return c.set.mask != slots::kChunked || slots::seen(c.set.mask, c.set.window, p).first == sight.first;
+    };
+    last = sight.last;
     auto take = [&](int64_t slot) {
       if (int64_t at = next++; at >= 0) {
         lists::copy(x.k, slot, 1, k.data() + at * c.D), lists::copy(x.v, slot, 1, v.data() + at * c.W);
@@ -532,12 +537,14 @@ struct Lane {
       }
     };
     for (int64_t w = 0; w < c.own && next < kChunk; ++w)
-      if (seen[w]) take(first + w);
+      if (int32_t p = x.slots->pos[first + w]; seen[w] && near(p)) take(first + w), last = std::max(last, p);
     for (int64_t slot = first + c.own; slot < x.C && next < kChunk; slot = (slot / kTile + 1) * kTile) {
       if (x.slots->tiles[slot / kTile].misses(sight)) continue;
       for (int64_t i = slot; i < std::min((slot / kTile + 1) * kTile, x.C) && next < kChunk; ++i)
         if (int32_t p = x.slots->pos[i]; p >= sight.first && p <= sight.last) take(i);
     }
+    const int32_t* held = x.slots->pos.data() + index * kChunk;
+    for (int64_t i = 0; i < before; ++i) pos[i] = held[i] > sight.last ? -1 : held[i];
     slots = slots::sorted(pos.data(), count);
     Rows keys{k.data(), nullptr, nullptr, c.D}, values{v.data(), nullptr, nullptr, c.W};
     if (!count) return {keys, values, &slots, 0, 0, 0, {kFar, -1}, true, false};
@@ -561,7 +568,7 @@ void over_guesses(const Call& c, int64_t pair, int64_t index, const Block& block
       if ((block.first + r * block.step) % c.T == t) rows[count++] = r;
     if (!count) continue;
     Piece x = lane.of(c, pair, index, t, row_of(c, pair / c.G, pair % c.G, t).seen);
-    for (int64_t r = 0; r < count && x.C; r += kGroup) over(x, rows + r, std::min(kGroup, count - r));
+    for (int64_t r = 0; r < count && x.C; r += kGroup) over(x, rows + r, std::min(kGroup, count - r), lane.last);
   }
 }
 
@@ -635,9 +642,9 @@ void go_through(Call& c, int64_t pair, int64_t block, int64_t split, float* draw
       for (int64_t j = 0; j < n; ++j) merge(known(r + j, i), parts[j], c.W);
     }
   };
-  auto guessed = [&](const Piece& x, const int64_t* which, int64_t n, int64_t i) {
+  auto guessed = [&](const Piece& x, const int64_t* which, int64_t n, int32_t last, int64_t i) {
     Row some[kGroup];
-    for (int64_t j = 0; j < n; ++j) some[j] = rows[which[j]], some[j].slots = x.slots;
+    for (int64_t j = 0; j < n; ++j) some[j] = rows[which[j]], some[j].slots = x.slots, some[j].seen.last = last;
     kGo[n - 1](c, some, x, nullptr, room.data(), parts);
     for (int64_t j = 0; j < n; ++j) merge(known(which[j], i), parts[j], c.W);
   };
@@ -663,7 +670,9 @@ void go_through(Call& c, int64_t pair, int64_t block, int64_t split, float* draw
       continue;
     }
     if (c.own && &s == &c.segments[1] && guesses(c, b, index)) {
-      over_guesses(c, pair, index, mine, [&](const Piece& x, const int64_t* which, int64_t n) { guessed(x, which, n, i); });
+      over_guesses(c, pair, index, mine, [&](const Piece& x, const int64_t* which, int64_t n, int32_t last) {
+        guessed(x, which, n, last, i);
+      });
       continue;
     }
     int64_t mine = s.of(pair).count;

@@ -348,23 +348,26 @@ def position_mask(b: Builder, x: Operands) -> str:
     return str(b.node("Add", _bias(b, x.bias, x.q_pos, x.k_pos, x.mask), hidden))
 
 
-def _own(b: Builder, x: Operands) -> str:
-    """What a tree lets each query see of the slots, bool [B,1,T,C] (`ir.ops.attention.own_visible`)."""
+def _own(b: Builder, x: Operands) -> tuple[str, str]:
+    """Which slots are not the call's own, bool [B,1,1,C], and which of all a tree lets each query see, bool [B,1,T,C]
+    (`ir.ops.attention.own_visible`).
+    """
     zero, one = b.constant(0, torch.int64), b.constant(1, torch.int64)
     tree = b.node("Expand", x.tree, b.concat_ints([b.size(x.q_pos, 0), b.size(x.q_pos, 1), 1]))
     slots = b.node("Range", zero, b.node("Squeeze", b.size(x.k_pos, 1)), one)
     own = b.node("Sub", slots, b.node("Unsqueeze", x.first, b.ints(1)))  # [B,C]
     last = b.node("Sub", b.node("Squeeze", b.size(tree, 2)), one)
     cached = b.node("Or", b.node("Less", own, zero), b.node("Greater", own, last))
+    cached = b.node("Unsqueeze", cached, b.ints(1))
     index = b.node("Unsqueeze", b.node("Max", b.node("Min", own, last), zero), b.ints(1))
     index = b.node("Expand", index, b.concat_ints([1, b.size(tree, 1), 1]))  # [B,T,C]
     seen = b.node("GatherElements", tree, index, axis=2)
-    seen = b.node("Or", seen, b.node("Unsqueeze", cached, b.ints(1)))
-    return str(b.node("Unsqueeze", seen, b.ints(1)))
+    seen = b.node("Or", seen, cached)
+    return str(b.node("Unsqueeze", cached, b.ints(1))), str(b.node("Unsqueeze", seen, b.ints(1)))
 
 
 def _hidden(
-    b: Builder, q_pos: str, k_pos: str, mask: str, window: int, tree_mask: str | None = None
+    b: Builder, q_pos: str, k_pos: str, mask: str, window: int, tree: tuple[str, str] | None = None
 ) -> str:
     """[B,1,T,C] ([B,G,T,P] for positions [B,G,P]): 0 where the query may look, the lowest finite
     number elsewhere.
@@ -376,18 +379,22 @@ def _hidden(
         "Unsqueeze", k_pos, b.ints(*((1, 2) if b.rank(k_pos) == 2 else (2,)))
     )  # [B,1 or G,1,C]
     seen = visible(b, q, k, mask, window)
-    if tree_mask is not None:
-        seen = str(b.node("And", seen, tree_mask))
+    if tree is not None:
+        cached, theirs = tree
+        if mask != "full":
+            ahead = visible(b, q, k, mask, window, ahead=True)
+            seen = b.node("Or", seen, b.node("And", ahead, b.node("Not", cached)))
+        seen = b.node("And", seen, theirs)
     return str(
         b.node("Where", seen, b.constant(0.0, torch.float32), b.constant(_NOTHING, torch.float32))
     )
 
 
-def visible(b: Builder, q: str, k: str, mask: str, window: int) -> str:
+def visible(b: Builder, q: str, k: str, mask: str, window: int, ahead: bool = False) -> str:
     """What positions q [..,T,1] may see of k [..,1,C], bool [..,T,C] (`ir.ops.attention.Mask`)."""
     zero = b.constant(0, torch.int64)
     seen = b.node("GreaterOrEqual", k, zero)
-    if mask != "full":
+    if mask != "full" and not ahead:
         seen = b.node("And", seen, b.node("LessOrEqual", k, q))
     if mask == "window":
         oldest = b.node("Sub", q, b.constant(window, torch.int64))

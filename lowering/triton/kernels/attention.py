@@ -16,10 +16,10 @@ HIDDEN = tl.constexpr(-1e38)  # a bias that low hides
 
 
 @triton.jit
-def _sees(q_at, k_at, size, MASK: tl.constexpr):
+def _sees(q_at, k_at, size, MASK: tl.constexpr, AHEAD: tl.constexpr = False):
     """Mask.visible: q_at [M,1] and k_at [1,N] -> [M,N]."""
     seen = k_at >= 0
-    if MASK == "full":
+    if AHEAD or MASK == "full":
         seen = seen & (q_at == q_at)
     else:
         seen = seen & (k_at <= q_at)
@@ -155,14 +155,16 @@ def attend(
                 mask=real[:, None],
                 other=0.0,
             )
-        seen = _sees(q_at, k_at, size, MASK) & ~(score <= HIDDEN)  # NaN is seen
+        seen = _sees(q_at, k_at, size, MASK)
         if TREE:
             apart = (slot - own)[None, :]
             inside = (apart >= 0) & (apart < T)
             allowed = tl.load(
                 tree + (b * T + t[:, None]) * T + apart, mask=inside & real[:, None], other=1
             )
-            seen = seen & (allowed != 0)
+            ahead = _sees(q_at, k_at, size, MASK, True)
+            seen = tl.where(inside, ahead & (allowed != 0), seen)
+        seen = seen & ~(score <= HIDDEN)  # NaN is seen
         score = tl.where(seen, score, NONE) * LOG2E
         top = tl.maximum(peak, tl.max(score, 1))
         safe = tl.where(top == NONE, 0.0, top)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.ops import attention, codec, flat, kv
-from accel.ir.ops.attention import Mask, Operands
+from accel.ir.ops.attention import Mask, Operands, own_visible
 from accel.lowering.triton.kernels.attention import attend, merge
 from accel.lowering.triton.writer.builder import Builder
 from accel.lowering.triton.writer.sizes import power, rows
@@ -58,13 +58,17 @@ def survey(
     repeat: int,
     width: int,
     tokens: int | None = None,
+    tree: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The blocks of slots that each tile of queries may see: [B,tiles,n] int32, those that count
     first, and how many they are [B,tiles]. The same for all layers of a mask class. `tokens`: of a row, as far as
-    tiles go by them.
+    tiles go by them. What of the call's own keys a tile sees, a tree says: all of theirs count.
     """
     tiling = Tiling.of(repeat, q_pos.shape[1] if tokens is None else tokens, width)
     seen = Mask(mask, window).visible(q_pos.unsqueeze(2), k_pos.unsqueeze(1))  # [B,T,S]
+    if tree is not None and first is not None and tree.shape[2] > 1:
+        seen = seen | own_visible(tree, first, k_pos.shape[1])[0]
     tokens, slots = seen.shape[1:]
     count = -(-slots // tiling.block)
     pad = (0, count * tiling.block - slots, 0, -tokens % tiling.tokens)
@@ -369,7 +373,8 @@ def _attention_rule(
     if max(width, wide) > _widest(b.device) or x.pages is not None:
         return NotImplemented
     repeat = int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
-    lists = b.once(survey, x.q_pos, x.k_pos, x.mask, x.window, repeat, width)
+    seen = x.q_pos, x.k_pos, x.mask, x.window
+    lists = b.once(survey, *seen, repeat, width, None, x.tree, x.first)
     parts = [(*_stored(x.k, x.v, x.k_pos), lists)]
     if x.kept_k is not None and x.kept_v is not None:
         parts.insert(0, _kept(x))
