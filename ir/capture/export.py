@@ -214,12 +214,13 @@ def _explain(model: nn.Module, traits: ModelTraits, error: Exception) -> str:
 
 def _ways(text: str) -> str:
     """What a module's code takes of the sizes of a batch, where that is what stopped the capture; "": it is not."""
-    size = {"0": "the rows", "1": "the tokens"}
+    size = {"0": "rows", "1": "tokens"}
     for axis, guard in re.findall(r"size\(\)\[([01])\][^\n]*generated guard ([^\n]+)", text):
         shown = re.sub(
             r"L\['\w+'\]\.size\(\)\[[01]\]", axis.replace("0", "B").replace("1", "T"), guard
         )
-        return f"it computes in one way for some numbers of {size[axis][4:]}, where {shown.rstrip('.')}, and otherwise for others"
+        where = shown.rstrip(".")
+        return f"it computes in one way for some numbers of {size[axis]}, where {where}, and otherwise for others"
     for axis, number in re.findall(
         r"marked ([BT]) as dynamic but your code specialized it to be a constant \((\d+)\)", text
     ):

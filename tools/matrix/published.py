@@ -2,7 +2,8 @@
 
 FILE is a config.json, or a copy of one that is called OWNER--NAME_config.json; a model type of transformers stands for
 the defaults of its configuration class, which are those of the checkpoint that its docstring names. Each is one run of
-`accel-compile smoke FILE --recipe base`. Results are kept in build/published.json, and in the page that `--write` makes.
+`accel-compile smoke FILE --recipe base`. Results are kept in
+build/published.json; `--write` puts them into docs/figures/details/published.md.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ def page(rows: dict[str, Any]) -> str:
         f"{len(rows)} published models: **{count}**. `accel-compile smoke` shrinks a configuration and keeps its layer "
         "pattern, its rotation and its kinds of attention; the weights are random. Each was built with `base` for ONNX "
         "and eager, and compared with the module's own forward: prefill, single steps, a rewind, a ragged batch. The "
-        "error is the largest of a logit, relative to the largest logit (at least 1); right is at most 1e-04. Made by "
-        f"`python tools/matrix/published.py FILE… --source WHERE --write` with transformers {transformers.__version__}.",
+        "error is the largest of a logit, relative to the largest logit (at least 1); right is at most 1e-04. "
+        "Made by `python tools/matrix/published.py FILE… --source WHERE --write` with transformers "
+        f"{transformers.__version__}.",
         "",
         "| model | type | result | layers | error | values from | reason |",
         "|---|---|---|---|---|---|---|",

@@ -1,4 +1,6 @@
-"""ZAYA's compressed convolutional attention (arXiv:2510.04476): q and k of two short convolutions, half of v a token late."""
+"""ZAYA's compressed convolutional attention (arXiv:2510.04476): q and k of two short convolutions, half of each v of
+the token before.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def _projection(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[T
     x = causal_conv(torch.cat([q, k], -1), first.weight.squeeze(1), None, None, None)[0]
     mixed, most = second.bias.unflatten(0, heads) + bias, weight.shape[-1] - 1
     for tap in range(most + 1):
-        late = _late(x, most - tap, most).unflatten(-1, heads)
-        mixed = mixed + torch.einsum("bthi,hoi->btho", late, weight[..., tap])
+        earlier = _late(x, most - tap, most).unflatten(-1, heads)
+        mixed = mixed + torch.einsum("bthi,hoi->btho", earlier, weight[..., tap])
     q, k = q.unflatten(-1, heads), k.unflatten(-1, heads)
     groups = self.num_key_value_groups
     mean = (q + k.repeat_interleave(groups, 2)) * 0.5
