@@ -364,7 +364,9 @@ def test_what_cannot_be_built(model, tmp_path):
     (full / "mine.txt").write_text("mine")
     own = shutil.copytree(model, tmp_path / "own")
     config = json.loads((own / "config.json").read_text())
-    (own / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "a.B"}}))
+    (own / "config.json").write_text(
+        json.dumps({**config, "model_type": "own", "auto_map": {"AutoConfig": "a.B"}})
+    )
     (own / "a.py").write_text("raise SystemExit('this code must not run')")
     before = left(tmp_path)
     one_error(call("build", tmp_path / "no", "--out", out), "no does not exist", "model directory")

@@ -172,3 +172,21 @@ def test_attention_to_learned_constants_is_refused():
     model = Mixed(to_constants, inner=decoder_layer(), memory=memory)
     with pytest.raises(accel.PassError, match="an attention over 4 keys: neither one per token"):
         right(model)
+
+
+def test_zaya_projects_by_its_form_as_by_its_own_code():
+    """With biases, of which the second convolution sees the first one's before the first token, too."""
+    zaya = pytest.importorskip("transformers.models.zaya.modeling_zaya")
+    from accel.compiler.smoke.tiny_models import small_config
+    from accel.ir.capture.forms.compressed import FORMS
+
+    config = small_config("zaya", attention_bias=True)
+    module = models.randomise(zaya.ZayaCCAProjection(config, 0), "zaya")
+    x = torch.randn(2, 9, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    form = FORMS["ZayaCCAProjection"]
+    with torch.no_grad():
+        want, got = module(x, None), form(module, x)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        module.conv_qk_depthwise.bias.add_(1.0)  # the control: what is compared depends on it
+        assert not torch.allclose(form(module, x)[0], want[0], atol=1e-3)

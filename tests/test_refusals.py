@@ -70,8 +70,8 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         ("[]", ["is not a configuration: it holds a list"]),
         ({"hidden_size": 8}, ["config.json has no model_type", '"model_type": "llama"']),
         (
-            {**LLAMA, "auto_map": {"AutoConfig": "own.Config"}},
-            ["contains its own Python code (auto_map in config.json)", "trust_remote_code=True"],
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}},
+            ["own Python code (auto_map in config.json)", "type 'own'", "trust_remote_code=True"],
         ),
         (
             {"model_type": "qwen33"},
@@ -123,6 +123,21 @@ def test_a_good_configuration_passes_as_far_as_its_weights(directory):
     path = directory(LLAMA)
     (path / "model.safetensors").unlink()
     refused(path, "holds no *.safetensors; save the model with model.save_pretrained")
+
+
+def test_code_of_its_own_is_not_needed_where_transformers_has_the_type(tmp_path, long_work):
+    """As published DeepSeek-V3, MiniMax-M2 and Nemotron-H folders are, which are older than transformers' classes."""
+    models.llama().save_pretrained(tmp_path)
+    plain = accel.optimize(tmp_path, target="eager", max_context=32, verify=False)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    told = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": told}))
+    (tmp_path / "own.py").write_text("raise SystemExit('this code must not run')")
+    found = accel.optimize(tmp_path, target="eager", max_context=32, verify=False)
+    with plain, found, plain.session() as a, found.session() as b:
+        assert (a.run([[5, 6, 7]]) == b.run([[5, 6, 7]])).all()
+    assert not any("own Python code" in note for note in plain.report["notes"])
+    assert any("own llama is used" in note for note in found.report["notes"])
 
 
 # Modules, before they are exported

@@ -209,7 +209,7 @@ def _explain(model: nn.Module, traits: ModelTraits, error: Exception) -> str:
         trace = trace.tb_next
     if not place and own:
         place = f"{own[-1][2]} (line {own[-1][1]})"
-    guard = next(
+    guard = _ways(text) or next(
         (m.group(0) for m in (re.search(p, text) for p in _GUARDS) if m),
         text.strip().splitlines()[0] if text.strip() else type(error).__name__,
     )
@@ -218,6 +218,24 @@ def _explain(model: nn.Module, traits: ModelTraits, error: Exception) -> str:
         "Batch and sequence length must stay symbolic and no Python branch may depend on a tensor's "
         "value; rewrite that line with torch.where or shape arithmetic"
     )
+
+
+def _ways(text: str) -> str:
+    """What a module's code takes of the sizes of a batch, where that is what stopped the capture; "": it is not."""
+    size = {"0": "rows", "1": "tokens"}
+    for axis, guard in re.findall(r"size\(\)\[([01])\][^\n]*generated guard ([^\n]+)", text):
+        shown = re.sub(
+            r"L\['\w+'\]\.size\(\)\[[01]\]", axis.replace("0", "B").replace("1", "T"), guard
+        )
+        where = shown.rstrip(".")
+        return f"it computes in one way for some numbers of {size[axis]}, where {where}, and otherwise for others"
+    for axis, number in re.findall(
+        r"marked ([BT]) as dynamic but your code specialized it to be a constant \((\d+)\)", text
+    ):
+        return (
+            f"it takes the number of {'rows' if axis == 'B' else 'tokens'} for a constant, {number}"
+        )
+    return ""
 
 
 _GUARDS = (

@@ -11,6 +11,7 @@ Results are kept in build/hybrids.json; `--write` puts them into docs/figures/de
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import sys
 import tempfile
@@ -236,10 +237,11 @@ def main() -> int:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    version = importlib.metadata.version("transformers")
     for name in args.types or [name for name in types() if name not in rows]:
         with tempfile.TemporaryDirectory() as folder:
             make = maker(name, args.target, folder)
-            rows[name] = [outcome(way, make) for way in WAYS.values()]
+            rows[name] = [outcome(way, make) for way in WAYS.values()] + [version]
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(rows, indent=1), encoding="utf-8")
         print(f"| {name} | {' | '.join(rows[name])} |", flush=True)
@@ -250,19 +252,17 @@ def main() -> int:
 
 def page(rows: Mapping[str, list[str]]) -> str:
     """docs/figures/details/hybrids.md."""
-    import transformers
-
     lines = [
         "# Hybrids: what goes back, and what is shared",
         "",
         "Every causal type of transformers whose layers carry recurrent state, small and of random weights, in each "
         "way that needs state to go back or to be shared. Right: the logits of recomputing to 1e-3 of the largest, or "
         "the tokens of plain decoding, greedy and seeded, of two rows of other lengths. Made by "
-        f"`python tools/matrix/hybrids.py --write` with transformers {transformers.__version__}. How it works: "
+        "`python tools/matrix/hybrids.py --write`; the last column is transformers' version. How it works: "
         "[recurrent state](../../internals/recurrent.md).",
         "",
-        f"| type | {' | '.join(WAYS)} |",
-        f"|---|{'---|' * len(WAYS)}",
+        f"| type | {' | '.join(WAYS)} | with |",
+        f"|---|{'---|' * len(WAYS)}---|",
         *(f"| {name} | {' | '.join(rows[name])} |" for name in sorted(rows)),
     ]
     if left := [name for name in types() if name not in rows]:

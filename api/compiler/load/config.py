@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,22 @@ def refuse(
     trust_remote_code: bool = False,
     embedding: Embedding | None = None,
 ) -> None:
-    """Refuse a configuration of what is no language model, or needs code that is not trusted. `embedding`: it is
-    loaded for that, so that it may be an encoder.
+    """Refuse a configuration of what is no language model, or needs code that is not trusted; a directory with code of
+    its own needs none where transformers has a class of its model type. `embedding`: it is loaded for that, so that it
+    may be an encoder.
 
     Raises:
         CaptureError: with the field of config.json, the reason, and the nearest thing that would work.
     """
-    if config.get("auto_map"):
-        if not trust_remote_code:
-            raise CaptureError(
-                f"{path} contains its own Python code (auto_map in config.json), which accel "
-                "does not run; review that code, then allow it with trust_remote_code=True"
-            )
+    if runs_own_code(config, trust_remote_code):
         return  # what it is only its code knows
     kind = config.get("model_type")
+    if config.get("auto_map") and not (isinstance(kind, str) and kind in _types(embedding)):
+        raise CaptureError(
+            f"{path} contains its own Python code (auto_map in config.json), which accel does not run, and "
+            f"transformers has no class for its model type {kind!r}; review that code, then allow it with "
+            "trust_remote_code=True"
+        )
     if not isinstance(kind, str):
         raise CaptureError(
             f"{path}: config.json has no model_type, so transformers cannot tell what it is; add it, "
@@ -87,7 +90,23 @@ def refuse(
             )
 
 
-def quantisation(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+def runs_own_code(config: dict[str, Any], trust_remote_code: bool) -> bool:
+    """Whether a model directory's own Python code makes the model, and not transformers' class of its type."""
+    return trust_remote_code and bool(config.get("auto_map"))
+
+
+def own_code_note(path: Path, config: dict[str, Any], trust_remote_code: bool) -> list[str]:
+    """That a directory's own code did not run, where it has some."""
+    if not config.get("auto_map") or runs_own_code(config, trust_remote_code):
+        return []
+    return [
+        f"{path} contains its own Python code, which was not run: transformers' own {config['model_type']} is used"
+    ]
+
+
+def quantisation(
+    path: Path, config: dict[str, Any], trust_remote_code: bool = False
+) -> dict[str, Any]:
     """What a configuration says of quantised weights; nothing where they are not quantised.
 
     Raises:
@@ -105,10 +124,10 @@ def quantisation(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             f"{method or 'a quantised form'}, which accel does not read (it reads {', '.join(known)}); give "
             f"{unquantised}, and quantise it with a recipe (accel-compile recipes)"
         )
-    if config.get("auto_map"):
+    if runs_own_code(config, trust_remote_code):
         raise CaptureError(
             f"{path}: its weights are stored in {method}, which accel reads for transformers' own models only, and "
-            f"this one brings its own code (auto_map); give {unquantised}"
+            f"this one runs its own code (auto_map); give {unquantised}, or leave trust_remote_code out"
         )
     return {**told, "quant_method": method}
 
@@ -156,6 +175,13 @@ def causal_types() -> dict[str, str]:
 def language_types() -> dict[str, str]:
     """Every model type that accel may take -> its class; a causal one where there are both."""
     return {**encoder_decoder_types(), **causal_types()}
+
+
+def _types(embedding: Embedding | None) -> Mapping[str, Any]:
+    """Every model type that transformers has a class for, of what is asked for."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return MODEL_MAPPING_NAMES if embedding is not None else language_types()
 
 
 def encoder_decoder_types() -> dict[str, str]:

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from accel.compiler.load.checkpoint import Loaded, load_streamed, load_whole, stored_tensors
-from accel.compiler.load.config import auto_class, check_type, quantisation, read_config, refuse
+from accel.compiler.load.config import (
+    auto_class,
+    check_type,
+    own_code_note,
+    quantisation,
+    read_config,
+    refuse,
+    runs_own_code,
+)
 from accel.compiler.load.converted import older_files
 from accel.compiler.load.gguf import GgufModel, open_gguf
 from accel.compiler.load.gguf._file import GgufFile, is_gguf, read_gguf
@@ -21,8 +29,6 @@ from accel.ir.embedding import Embedding
 from accel.ir.errors import AccelError, CaptureError
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.inputs.tokenizer_config import TOKENIZER
-
-_OWN_WAY = ("auto_map", "transformers_weights")  # left to transformers whole
 
 
 class Source(ABC):
@@ -114,20 +120,24 @@ class Folder(Source):
     def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded:
         path, config = self.path, self._json
         refuse(path, config, trust_remote_code, embedding)
-        told = quantisation(path, config)
+        told = quantisation(path, config, trust_remote_code)
         if not self.has_weights:
             raise CaptureError(
                 f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
             )
-        if any(config.get(key) for key in _OWN_WAY):
-            return Loaded(load_whole(path, auto_class(config, embedding), trust_remote_code), {})
+        notes = own_code_note(path, config, trust_remote_code)
+        if runs_own_code(config, trust_remote_code) or config.get("transformers_weights"):
+            return Loaded(
+                load_whole(path, auto_class(config, embedding), trust_remote_code), {}, notes
+            )
         shards = read_shards(path)
-        stored, notes = stored_tensors(shards), list[str]()
+        stored = stored_tensors(shards)
         if told:
             try:
-                stored, notes = dequantised(told, shards.tensors, stored, shards.pages)
+                stored, said = dequantised(told, shards.tensors, stored, shards.pages)
             except CaptureError as error:
                 raise CaptureError(f"{path}: {error}") from None
+            notes += said
         found = self.config(trust_remote_code, embedding)
         return load_streamed(path, found, stored, shards.pages, notes, embedding=embedding)
 
