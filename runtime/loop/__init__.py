@@ -65,6 +65,11 @@ class Base(Method, ABC):
     def check(self, tokenizer: Tokenizer | None) -> None:
         """Raise InputError where the model's tokenizer (None: there is none) lacks what the loop needs."""
 
+    def fit(self, model: Any) -> None:
+        """Raises InputError where what it goes by was made for another model than sessions are of
+        (`decode.context.Model`).
+        """
+
     @property
     def in_rounds(self) -> bool:
         """Whether it has `rounds`; a loop without them has `tokens` of its own, which no row can join."""
