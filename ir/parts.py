@@ -48,7 +48,7 @@ class Part:
         rows = int(self.settings.get("samples", 0)) * int(self.settings["rows"])
         if self.measured:
             return f"reads {rows * int(self.settings['length']):,} tokens"
-        return f"continues {rows} texts" if rows else "30 minutes (minutes=…)"
+        return f"goes through {rows} texts" if rows else "30 minutes (minutes=…)"
 
 
 @cache
@@ -58,7 +58,8 @@ def parts() -> dict[str, Part]:
     for file in sorted(Path(str(files("accel.reference"))).glob("*.safetensors")):
         about = _metadata(file)
         if "told" in about:
-            of_two = isinstance(json.loads(about["model"]), dict)
+            model = json.loads(about["model"])
+            of_two = isinstance(model, dict) and "draft" in model
             found[file.stem] = Part(file.stem, json.loads(about["told"]), of_two)
     return found
 

@@ -70,6 +70,24 @@ def located(
         if like(told.get("model", ""), model) is Likeness.OTHER:
             raise kind(f"{key}: {file} was {done} for another model; for {whose}, {act}")
         return file
+    file, reason = searched(part, model, options, like, kind, option)
+    if file is None:
+        raise kind(f"{key}: {reason}; for {whose}, {act}")
+    return file
+
+
+def searched(
+    part: Part,
+    model: str,
+    options: Mapping[str, Any],
+    like: Callable[[str, str], Likeness],
+    kind: type[AccelError],
+    option: str,
+) -> tuple[Path | None, str]:
+    """The file of a method for a model, of those that are kept and the bundled one; or why there is none. Arguments as
+    of `located`. Raises `kind` where one that is kept for the model is damaged.
+    """
+    key, done, act = part.key, part.verb[1], how(part)
     reasons = []
     for file in _kept(part, model, kind):
         mine = file.name.startswith(stem(key, model))
@@ -83,7 +101,7 @@ def located(
         by = json.loads(told.get("options", "{}"))
         wrong = {n: v for n, v in by.items() if json.loads(json.dumps(options.get(n))) != v}
         if found is Likeness.SAME and not wrong:
-            return file
+            return file, ""
         if found is Likeness.SAME:
             other = ", ".join(f"{n} = {v} and not {options.get(n)}" for n, v in wrong.items())
             reasons.append(f"{file} is for {other}")
@@ -96,9 +114,9 @@ def located(
     first = f"nothing was {done} for this model"
     if file.is_file():
         if like(_notes(key, file, act, kind).get("model", ""), model) is Likeness.SAME:
-            return file
+            return file, ""
         first = f"the bundled file was {done} for another model"
-    raise kind(f"{key}: {'; '.join([first, *reasons])}; for {whose}, {act}")
+    return None, "; ".join([first, *reasons])
 
 
 def opened(part: Part, file: Path, kind: type[AccelError]) -> tuple[Tensors, dict[str, Any]]:

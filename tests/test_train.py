@@ -52,8 +52,8 @@ def test_each_method_is_of_one_kind():
     assert set(methods) == set(parts()), "each comes with accel for the bundled model"
     measured = {n for n, (_, m) in methods.items() if kind.kind_of(m) is table.Measured}
     assert measured == {name for name, one in parts().items() if one.measured}
-    heads = {n for n, (axis, _) in methods.items() if axis == "length"}
-    assert heads == {name for name, one in parts().items() if one.of_two}
+    of_two = {n for n, (_, m) in methods.items() if "draft" in getattr(m, "beside", ())}
+    assert of_two == {name for name, one in parts().items() if one.of_two}
 
 
 def test_a_length_with_a_head_is_found_by_its_base():
@@ -278,7 +278,7 @@ def test_a_build_measures_what_is_missing_once(opened, kept, monkeypatch):
 
 def test_an_error_tells_the_command_and_the_time():
     assert how(part("disco", False)) == (
-        "train it: accel-compile train disco MODEL --draft DRAFT (continues 160 texts)"
+        "train it: accel-compile train disco MODEL --draft DRAFT (goes through 160 texts)"
     )
     assert "(30 minutes (minutes=…))" in how(part("trim-kv", False))
     assert how(part("own", True)).startswith("measure it: accel-compile train own MODEL")

@@ -15,7 +15,7 @@ from typing import Any
 from accel.compiler.build_report import build_report
 from accel.compiler.facts_json import model_facts, state_json
 from accel.compiler.genai import genai_config
-from accel.compiler.head import name_head
+from accel.compiler.host_parts import name_parts
 from accel.compiler.job import Job
 from accel.compiler.load.tokenizer import write_tokenizer
 from accel.compiler.quality.batch_invariant import check_rows
@@ -59,7 +59,9 @@ def write_artifact(
                 with job.part("draft model", 0.8):
                     there = folder / DRAFT_FOLDER
                     with job.build_draft(model_facts(program), tokenizer, there) as draft_model:
-                        name_head(job, program, draft_model)
+                        name_parts(job, program, draft_model)
+            else:
+                name_parts(job, program, None)
             recipe = job.plan.recipe
             job.plan.recipe = replace(recipe, tables=ship(recipe.tables, HOST, folder))
             _write(job, program, check, tokenizer, folder, self_draft)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accel.compiler.build_report import build_report
 from accel.compiler.facts_json import model_facts
-from accel.compiler.head import name_head
+from accel.compiler.host_parts import name_parts
 from accel.compiler.job import Job
 from accel.ir.program import Program
 from accel.lowering.triton.lowered import Lowered, lower_program, triton_error
@@ -48,8 +48,7 @@ def in_process_model(
         )
     elif job.build_draft is not None:
         draft_model = job.build_draft(model_facts(program), tokenizer, None)
-    if draft_model is not None:
-        name_head(job, rewritten, draft_model)
+    name_parts(job, rewritten, draft_model)
     return CompiledModel(
         _backend(program),
         model_facts(program),

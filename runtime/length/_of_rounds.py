@@ -61,7 +61,7 @@ class OfRounds(Head):
         return (x @ head["last"] + head["last.bias"])[:, 0]
 
     def begin(self, cost: RoundCost) -> Pace:
-        return _Pace(self, self.head)
+        return _Pace(self, self.part)
 
 
 class _Pace(Pace):

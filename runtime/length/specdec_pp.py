@@ -48,7 +48,7 @@ class SpecdecPp(OfTokens):
             )
 
     def begin(self, cost: RoundCost) -> Pace:
-        return _Pace(self, self.head)
+        return _Pace(self, self.part)
 
     @classmethod
     def sizes(cls, inner: int) -> dict[str, tuple[int, ...]]:

@@ -77,6 +77,11 @@ class Base(Method, ABC):
         """What outlives a request (`DecodeContext.store`): None, or what is in its `files`. Raises RecipeError."""
         return None
 
+    def fit(self, model: Any) -> None:
+        """Raises InputError where what it goes by was made for another model than sessions are of
+        (`decode.context.Model`).
+        """
+
     @property
     def in_rounds(self) -> bool:
         """Whether it has `rounds`; a loop without them has `tokens` of its own, which no row can join."""

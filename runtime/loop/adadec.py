@@ -4,43 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import option
 from accel.ir.invariants import Invariant
+from accel.ir.trained import Tensors
 from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
+from accel.runtime.decode.trained_part import Sizes, TrainedPart
 from accel.runtime.loop import Base
 from accel.runtime.loop._branches import BeamGroup, branched, refuse_samples
 from accel.runtime.session.session import Session
 
+UNLEARNT = 1.0  # nats
+
 
 @dataclass(frozen=True)
-class Adadec(Base):
+class Adadec(TrainedPart, Base):
     """Greedy decoding, but where the entropy of the next token is `threshold` nats or more. There the `tries` likeliest
     tokens are followed by `ahead` greedy ones each, and the token is taken whose own and following tokens have the
     largest mean log-probability; what followed is dropped. Ties go to the likelier token.
 
-    One try, nothing ahead or an endless threshold is greedy decoding. The paper fits the threshold to a model; the
-    default suits none in particular. Requests that sample are refused.
+    One try, nothing ahead or an endless threshold is greedy decoding. Requests that sample are refused.
+
+    `threshold` -1: the one that was learnt for the model, `trained`: its file, from `accel-compile train adadec`;
+    empty: the one that a build finds. A model without one pauses from 1 nat on, which suits none in particular.
     """
 
-    threshold: float = option(1.0, least=0)
+    threshold: float = option(-1.0, least=-1)
     tries: int = option(3, least=1, most=64)
     ahead: int = option(5, least=0, most=1024)
+    trained: str = ""
 
+    key: ClassVar[str] = "adadec"
+    optional = True
     grade = "approximate"  # other tokens than greedy decoding takes
     relies = frozenset({Invariant.REWIND})
     searches = True
+
+    @classmethod
+    def expected(cls, tensors: Tensors) -> Sizes:
+        """See TrainedPart."""
+        return {"threshold": (1,)}
+
+    @property
+    def wants_part(self) -> bool:
+        """See TrainedPart."""
+        return self.threshold < 0
+
+    @property
+    def pauses_at(self) -> float:
+        """The least entropy, in nats, at which it tries tokens. Raises InputError where its file holds none."""
+        if not self.wants_part:
+            return self.threshold
+        return float(part["threshold"][0]) if (part := self.part) else UNLEARNT
 
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
         refuse_samples(rows, "adadec", "takes the likeliest tokens")
-        return branched(session, rows, lambda row: _Trying(row, self))
+        pauses_at = self.pauses_at
+        return branched(session, rows, lambda row: _Trying(row, self, pauses_at))
 
 
 @dataclass
@@ -60,9 +88,9 @@ class _Try:
 class _Trying(BeamGroup):
     """One way, and where that is unsure the ways that are tried."""
 
-    def __init__(self, row: Row, method: Adadec):
+    def __init__(self, row: Row, method: Adadec, pauses_at: float):
         super().__init__(row)
-        self._method = method
+        self._method, self._pauses_at = method, pauses_at
         self._tries: list[_Try] = []
 
     def step(self, logits: Logits) -> list[int]:
@@ -76,7 +104,7 @@ class _Trying(BeamGroup):
     def _go_on(self, row: Row, logits: Logits, parent: int) -> list[int]:
         """The next token of the only way, or the tries for it."""
         method, logs = self._method, _logs(row, logits)
-        if method.tries == 1 or not method.ahead or _entropy(logs) < method.threshold:
+        if method.tries == 1 or not method.ahead or _entropy(logs) < self._pauses_at:
             row.accept(row.pick(logits), logits)
             self.branches, self.waits = [row], frozenset()
             if row.finish:

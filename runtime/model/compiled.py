@@ -412,6 +412,7 @@ class CompiledModel:
                 "scorer: this model's loop compares no texts by a score; leave it out, or build with a recipe that "
                 "does, such as 'a-star-decoding'"
             )
+        self._loop.fit(self)
         return DecodeContext(
             self._methods,
             self.costs if self._loop.weighs else self._costs or self._costs_before,

@@ -409,7 +409,7 @@ HEADS = [name for name in AXIS.names() if issubclass(AXIS.method(name), Head)]
 def test_a_head_computes_as_it_was_trained(name):
     """The file that comes along holds what it needs and is small; arrays and tensors give the same odds."""
     method = AXIS.build(name)
-    head, rng = method.head, np.random.default_rng(0)
+    head, rng = method.part, np.random.default_rng(0)
     assert {n: t.shape for n, t in head.items()} == method.sizes(head["first"].shape[1])
     assert bundled(name).stat().st_size < 50e3
     x = rng.standard_normal((7, head["first"].shape[0])).astype(np.float32) * 5

@@ -120,7 +120,7 @@ def test_the_head_that_comes_along_tells_what_stands(monkeypatch):
         found = trainer.recorded(model, Disco(), ids)
         Disco().fit(model)
     x, right = found.examples(range(len(ids)))
-    odds = torch.from_numpy(Disco.odds(Disco().head, x.numpy()))
+    odds = torch.from_numpy(Disco.odds(Disco().part, x.numpy()))
     lost = F.binary_cross_entropy_with_logits
     constant = lost(right.mean().logit().expand_as(right), right)
     assert lost(odds, right) < constant

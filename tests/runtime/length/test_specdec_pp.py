@@ -19,8 +19,9 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import CaptureError, InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.trained_part import sample
 from accel.runtime.length import specdec_pp
-from accel.runtime.length._head import chance, sample
+from accel.runtime.length._head import chance
 from accel.runtime.length.specdec_pp import SpecdecPp
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.speculation.round_cost import unmeasured_cost
@@ -44,7 +45,7 @@ def opened_pair(draft):
 
 
 def head_of(file):
-    return SpecdecPp(trained=str(file)).head
+    return SpecdecPp(trained=str(file)).part
 
 
 def a_head(inner=8, seed=0):

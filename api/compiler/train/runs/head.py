@@ -22,7 +22,8 @@ from accel.ir.errors import InputError
 from accel.ir.program import Program
 from accel.passes.calibrate import feeds
 from accel.passes.trained import Parts
-from accel.runtime.length._head import Head, OfTokens, sample
+from accel.runtime.decode.trained_part import sample
+from accel.runtime.length._head import Head, OfTokens
 
 FELL = 6.0  # what a token that fell weighs, where one that stood weighs 1
 

@@ -5,8 +5,6 @@ text, every second one sampling at temperature 1.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,18 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from accel.compiler.measure import duration, kept_at, made_by, watched
+from accel.compiler.measure import watched
 from accel.compiler.optimize import optimize
-from accel.compiler.train.kind import Kind, Made
+from accel.compiler.train.host import HELD, HostKind, batches, kept, learn
+from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.head import lacks_draft, untaught
 from accel.compiler.train.source import Source
 from accel.ir.axis import host_method
-from accel.passes.trained import write
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
+from accel.runtime.decode.trained_part import sample
 from accel.runtime.length import Base, Pace
-from accel.runtime.length._head import Array, sample
+from accel.runtime.length._head import Array
 from accel.runtime.length._of_rounds import OfRounds
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.sample.standard import Standard
@@ -36,8 +35,6 @@ from accel.runtime.speculation.round_cost import RoundCost
 
 NEW = 64  # tokens that the model continues each text by
 Tokens = npt.NDArray[np.int64]
-STEPS = 1500  # of learning, each on all examples
-HELD = 8  # every so manieth text is not learnt from
 
 
 @dataclass
@@ -101,13 +98,10 @@ def recorded(model: Any, method: OfRounds, prompts: Iterable[Tokens]) -> Rounds:
     return rounds
 
 
-class Logged(Kind):
+class Logged(HostKind):
     """Rounds are logged first; then the head learns from all of them."""
 
-    @classmethod
-    def takes(cls, method: type[Any]) -> bool:
-        """See Kind."""
-        return issubclass(method, OfRounds)
+    of = OfRounds
 
     @classmethod
     def lacks(cls, options: TrainOptions) -> str | None:
@@ -132,41 +126,24 @@ class Logged(Kind):
         part = untaught(one, options.inner, torch.Generator().manual_seed(options.seed))
         taught(one, part, *learnt, options.rate)
         told = judged(one, part, *rounds.examples(sorted(held)))
-        told |= {"examples": float(len(learnt[1]))}
-        notes = options.as_text("samples", "length", "rows", "inner", "rate", "seed")
-        notes |= {n: f"{v:.4f}" for n, v in told.items()}
-        by, who = made_by(method, read), json.dumps(names)
-        file = options.out or kept_at(one.key, who, by)
-        write(one, file, {0: part}, who, notes, by)
-        return Made(file, ", ".join(f"{n} {v:.4g}" for n, v in told.items()))
+        return kept(one, read, part, names, told | {"examples": float(len(learnt[1]))}, options)
 
 
 def _prompts(source: Source, options: TrainOptions) -> Iterator[Tokens]:
-    """The first half of each text [n]; the second batch tells how long all will take."""
-    texts = source.rows(options.length, options.rows, options.seed)
-    start, count = time.monotonic(), options.samples * options.rows
-    for number in range(options.samples):
-        if number == 1:
-            whole = duration((time.monotonic() - start) * options.samples)
-            source.say(f"{count} texts take about {whole}")
-        for row in next(texts)[0]:
-            source.progress(f"text {number + 1} of {options.samples}", number / options.samples)
-            yield row[: options.length // 2].numpy()
+    """The first half of each text [n]."""
+    for ids, _ in batches(source, options):
+        yield from (row[: options.length // 2].numpy() for row in ids)
 
 
 def taught(
     method: OfRounds, part: dict[str, Tensor], x: Tensor, right: Tensor, rate: float
 ) -> None:
     """Let a head learn what it reads [N,F] tells of what was right [N]."""
-    tensors = [tensor.requires_grad_(True) for tensor in part.values()]
-    optimiser = torch.optim.AdamW(tensors, lr=rate, weight_decay=1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, STEPS)
-    for _ in range(STEPS):
-        optimiser.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(method.odds(part, x), right)
-        loss.backward()
-        optimiser.step()
-        schedule.step()
+    learn(
+        part.values(),
+        lambda: F.binary_cross_entropy_with_logits(method.odds(part, x), right),
+        rate,
+    )
 
 
 def judged(method: OfRounds, part: dict[str, Tensor], x: Tensor, right: Tensor) -> dict[str, float]:
