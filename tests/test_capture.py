@@ -355,3 +355,14 @@ def test_the_configurations_own_limit_ends_the_context(kind):
     program = capture(model)
     assert program.facts.max_context == CONTEXT
     same(program, model)
+
+
+def test_a_model_that_refines_a_canvas_is_refused():
+    """In words: export says only that a length is a constant."""
+
+    class Refines(torch.nn.Module):
+        def forward(self, input_ids, decoder_input_ids=None, self_conditioning_logits=None):
+            return torch.zeros(len(input_ids), 8, 16)
+
+    with pytest.raises(CaptureError, match="Refines refines a canvas .* give one with config.mask"):
+        capture(Refines(), max_context=32)

@@ -25,6 +25,7 @@ _LIMIT_NAMES = (
     "max_seq_len",
 )  # the longest sequence, in a configuration
 _POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
+_OF_LAST_CALL = "self_conditioning_logits"  # an argument of DiffusionGemma's forward
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -176,6 +177,12 @@ def _refuse(
         raise CaptureError(
             f"{type(model).__name__}: {name} makes one key of {rate} tokens; accel caches keys by token, and has no "
             "cache of such keys. Give a model whose attention is over tokens"
+        )
+    if _OF_LAST_CALL in arguments:
+        raise CaptureError(
+            f"{type(model).__name__} refines a canvas of tokens beside its input, by the logits of its last call "
+            f"({_OF_LAST_CALL}), and fills no masks; accel decodes diffusion models that fill masks: give one with "
+            "config.mask_token_id"
         )
     pairs = embedding is not None and embedding.pairs is not None
     if kind is not Kind.MODULE and not pairs:

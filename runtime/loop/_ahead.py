@@ -59,9 +59,9 @@ class Said:
 
 @dataclass
 class Line:
-    """A row as it is decoded. `cached`: tokens of it that the session holds. `ids`, `open` [n]: the block that it is at,
-    and which of that are masks; None: it is between blocks. `at`: tokens of the row before the block, `step`: calls of
-    it. `context`: most tokens of a row, those of a call included.
+    """A row as it is decoded. `cached`: tokens of it that the session holds. `ids`, `open` [n]: the block that it is
+    at, and which of that are masks; None: it is between blocks. `at`: tokens of the row before the block, `step`: calls
+    of it. `context`: most tokens of a row, those of a call included.
     """
 
     row: Row

@@ -17,13 +17,13 @@ class Sdlm(Ahead):
     """A call runs the tokens that were taken last, causally, and a window of the newest one and `block` - 1 masks,
     which gives `block` tokens: those up to the first of a probability below `threshold` are taken, and at least one.
 
-    With `check` the probability decides nothing: the next call runs the tokens causally and a window behind each, and
+    With `checks` the probability decides nothing: the next call runs the tokens causally and a window behind each, and
     takes those that the windows' first rows confirm, and one more; the window there gives the next ones. The tokens are
     then those of one per call. `threshold` above 1 is one token per call; `block` = 1 is `autoregressive`.
     """
 
     threshold: float = option(0.9)
-    check: bool = option(False)
+    checks: bool = option(False)
 
     def ask(self, line: Line) -> Ask:
         pending, room = line.pending, line.row.left
@@ -36,7 +36,7 @@ class Sdlm(Ahead):
         return Ask(chain, windows)
 
     def read(self, line: Line, ask: Ask, said: Said) -> int:
-        if self.check:
+        if self.checks:
             return self._checked(line, ask, said)
         row, line.at = line.row, line.row.seen.size
         guess = line.guess(said.windows[0])

@@ -1,4 +1,5 @@
-"""Loops that fill masks, on the bundled masked-diffusion model: calls, tokens per second, exact answers.
+"""Loops that fill masks, on the bundled masked-diffusion model or the block-diffusion one: calls, tokens per second,
+exact answers.
 
     python tools/bench/bench_diffusion.py [--model FOLDER] [--prompts N] [--new N] [--block K] [--json FILE]
 
@@ -27,7 +28,7 @@ from turns import head, row
 import accel
 from accel.ir.axis import find_axes, host_method
 
-PLAIN = "dllm-lowconf"
+PLAIN, PLAIN_OF_BLOCKS = "dllm-lowconf", "autoregressive"
 VARIED: dict[
     str, dict[str, Any]
 ] = {  # name -> loop table, of loops with other options than their defaults
@@ -38,14 +39,28 @@ VARIED: dict[
     "localleap, dual": {"use": "localleap", "cache": "dual"},
     "dllm-entropy, one block": {"use": "dllm-entropy", "block": 1 << 20},
 }
+VARIED_OF_BLOCKS: dict[str, dict[str, Any]] = {
+    f"{name}, {option} {value:g}": {"use": name, option: value}
+    for name, option, values in (
+        ("nbdiff", "threshold", (0.5, 0.99)),
+        ("sbd", "gamma", (0.01, 1.0)),
+        ("sdlm", "threshold", (0.5, 0.99)),
+    )
+    for value in values
+} | {"sdlm, checks": {"use": "sdlm", "checks": True}}
 TASKS = ("key_value", "copy", "rest")
 
 
-def loops() -> dict[str, dict[str, Any]]:
-    """Every loop that fills masks, the one that all are compared with first: name -> loop table."""
-    axis = find_axes()["loop"]
-    fills = [name for name in axis.names() if axis.method(name).masked_diffusion]
-    return {name: {"use": name} for name in (PLAIN, *fills)} | VARIED
+def loops(blocks: bool, block: int) -> dict[str, dict[str, Any]]:
+    """Every loop that fills masks, of blocks behind a causal cache or of a whole answer, in blocks of so many slots;
+    the one that all are compared with first: name -> loop table.
+    """
+    axis, plain = find_axes()["loop"], PLAIN_OF_BLOCKS if blocks else PLAIN
+    kinds = {name: axis.method(name) for name in axis.names()}
+    fills = [n for n, kind in kinds.items() if (kind.blocks if blocks else kind.masked_diffusion)]
+    tables = {n: {"use": n} for n in fills} | (VARIED_OF_BLOCKS if blocks else VARIED)
+    sized = {n: {"block": block, **table} for n, table in tables.items()}
+    return {plain: {"use": plain} if blocks else sized[plain], **sized}
 
 
 def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[str, str]]:
@@ -67,8 +82,8 @@ def measure(model: Any, given: Any) -> list[dict[str, Any]]:
         for number, (prompt, answer) in enumerate(
             questions(task, given.prompts, given.tokens, given.new)
         ):
-            for name, table in loops().items():
-                model._loop = host_method({"loop": {"block": given.block, **table}}, "loop", PLAIN)
+            for name, table in loops(model.facts.blocks is not None, given.block).items():
+                model._loop = host_method({"loop": table}, "loop", PLAIN)
                 start = time.perf_counter()
                 out = model.generate(prompt, max_new_tokens=given.new)
                 seconds = time.perf_counter() - start
@@ -81,12 +96,13 @@ def measure(model: Any, given: Any) -> list[dict[str, Any]]:
 
 def table(lines: list[dict[str, Any]]) -> None:
     """Markdown: a row for each task and loop."""
-    plain = {(x["task"], x["prompt"]): x for x in lines if x["loop"] == PLAIN}
+    names = list(dict.fromkeys(x["loop"] for x in lines))
+    plain = {(x["task"], x["prompt"]): x for x in lines if x["loop"] == names[0]}
     plainly = ("as one token per call", "tokens per call", "calls, of one token per call")
     figures = ("exact answers", *plainly, "tokens/s", "of one token per call")
     head("task", "loop", *(f">{name}" for name in figures))
     for task in dict.fromkeys(x["task"] for x in lines):
-        for name in loops():
+        for name in names:
             some = [x for x in lines if x["task"] == task and x["loop"] == name]
             base = [plain[task, x["prompt"]] for x in some]
             pairs = list(zip(some, base, strict=True))
@@ -114,7 +130,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every line there")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
-    model = accel.optimize(given.model, "freedave", max_context=512, verify=False)
+    recipe = (
+        "sdlm"
+        if json.loads((given.model / "config.json").read_text()).get("block_size")
+        else "freedave"
+    )
+    model = accel.optimize(given.model, recipe, max_context=512, verify=False)
     with model:
         model.generate("x", max_new_tokens=4)  # chooses kernels
         lines = measure(model, given)

@@ -22,7 +22,7 @@ import signal
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import reference_export
@@ -119,13 +119,56 @@ class Run:
     device: torch.device = torch.device("cpu")
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of this machine's processors on a processor; else as time passes
     stopping: bool = False
+
+    told: ClassVar[str | None] = __doc__
+    default: ClassVar[str] = "diffusion"  # the model's folder in api/reference
+    made_of: ClassVar[type[Masked]] = Masked
+    fills: ClassVar[dict[str, Any]] = {
+        "is_causal": False,
+        "mask_token_id": MASK,
+        "logit_shift": True,
+    }
 
     def __post_init__(self) -> None:
         self.optimisers = optimisers(self.model)
         self.peaks = [[PEAK * group["lr"] for group in o.param_groups] for o in self.optimisers]
         self.checkpoints = Checkpoints(self.folder)
+
+    def loss(self, ids: Tensor, given: Tensor, weights: Tensor) -> Tensor:
+        *_, state = self.model.states(given)
+        counts = weights[:, 1:].flatten()
+        at = counts.nonzero().squeeze(1)
+        normed = self.model.norm(state[:, :-1].flatten(0, 1)[at])
+        shares = counts[at] / counts.sum()
+        head = self.model.embed_tokens.weight
+        return head_loss(normed, head, ids[:, 1:].flatten()[at], shares)[0]
+
+    @torch.no_grad()
+    def probe(self) -> dict[str, list[float]]:
+        """The share of right tokens by place in the answer (1, 2, 4, ... 128), all of it masked."""
+        rows = self.made_of(self.rows.tokenizer, self.rows.corpus, self.step)
+        found = {}
+        for kind in MIX:
+            right: dict[int, list[float]] = {}
+            for _ in range(24):
+                row, start, end = rows.row(kind, max(LENGTHS))
+                chosen = self.guess(row, start)
+                for place in (1, 2, 4, 8, 16, 32, 64, 128):
+                    if place <= len(chosen) and start + place <= min(end, len(row)):
+                        same = chosen[place - 1] == row[start + place - 1]
+                        right.setdefault(place, []).append(same)
+            found[kind] = [round(float(np.mean(right[p])), 2) for p in sorted(right)]
+        return found
+
+    def guess(self, row: np.ndarray, start: int) -> np.ndarray:
+        """What the model says of the tokens of a row from `start` on, of which it sees none."""
+        given = row.copy()
+        given[start:] = MASK
+        *_, state = self.model.states(torch.tensor(given[None]).to(self.device))
+        found: np.ndarray = self.model.head(state[0, start - 1 : -1]).argmax(-1).cpu().numpy()
+        return found
 
     @property
     def progress(self) -> float:
@@ -149,40 +192,31 @@ class Run:
             optimiser.load_state_dict(saved)
 
 
-def prepare(folder: Path, minutes: float, seed: int, device: str) -> Run:
-    """A run at step 0: the bundled model's weights, both ways visible."""
+def prepare(kind: type[Run], folder: Path, minutes: float, seed: int, device: str) -> Run:
+    """A run at step 0: the bundled model's weights."""
     start, tokenizer = reference_export.load(), reference_export.load_tokenizer()
     torch.manual_seed(seed)
-    model = Llama(replace(start.shape, causal=False))
+    model = Llama(replace(start.shape, causal=kind.fills.get("is_causal", True)))
     model.load_state_dict(start.state_dict())
     model.to(device)
     if shutil.which("g++"):
+        torch._dynamo.config.recompile_limit = 64  # a graph for each length of rows
         for layer in model.layers:
             layer.compile(dynamic=False)
-    rows = Masked(tokenizer, encode(tokenizer, sources()[0]), seed)
+    rows = kind.made_of(tokenizer, encode(tokenizer, sources()[0]), seed)
     half = device != "cpu" or faster_in_half()
-    return Run(folder, rows, model, minutes, half, torch.device(device))
-
-
-def loss_of(run: Run, ids: Tensor, given: Tensor, weights: Tensor) -> Tensor:
-    *_, state = run.model.states(given)
-    counts = weights[:, 1:].flatten()
-    at = counts.nonzero().squeeze(1)
-    normed = run.model.norm(state[:, :-1].flatten(0, 1)[at])
-    shares = counts[at] / counts.sum()
-    head = run.model.embed_tokens.weight
-    return head_loss(normed, head, ids[:, 1:].flatten()[at], shares)[0]
+    return kind(folder, rows, model, minutes, half, torch.device(device))
 
 
 def train_step(run: Run) -> float:
-    ids, given, weights = (part.to(run.device) for part in run.rows.draw(run.step))
+    batch = [part.to(run.device) for part in run.rows.draw(run.step)]
     rate = min(1.0, (run.step + 1) / WARMUP, max(0.02, (1 - run.progress) / DECAY))
     for optimiser, peaks in zip(run.optimisers, run.peaks, strict=True):
         for group, peak in zip(optimiser.param_groups, peaks, strict=True):
             group["lr"] = rate * peak
     half = torch.autocast(run.device.type, torch.bfloat16, enabled=run.half)
     with half:
-        loss = loss_of(run, ids, given, weights)
+        loss = run.loss(*batch)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimiser in run.optimisers:
@@ -190,28 +224,8 @@ def train_step(run: Run) -> float:
             optimiser.step()
         optimiser.zero_grad()
     run.step += 1
-    run.tokens += ids.numel()
+    run.tokens += batch[0].numel()
     return float(loss.detach())
-
-
-@torch.no_grad()
-def probe(run: Run) -> dict[str, list[float]]:
-    """The share of right tokens by place in the answer (1, 2, 4, ... 128), all of it masked."""
-    rows = Masked(run.rows.tokenizer, run.rows.corpus, run.step)
-    found = {}
-    for kind in MIX:
-        right: dict[int, list[float]] = {}
-        for _ in range(24):
-            row, start, end = rows.row(kind, max(LENGTHS))
-            given = row.copy()
-            given[start:] = MASK
-            *_, state = run.model.states(torch.tensor(given[None]).to(run.device))
-            chosen = run.model.head(state[0, start - 1 : -1]).argmax(-1).cpu().numpy()
-            for place in (1, 2, 4, 8, 16, 32, 64, 128):
-                if start + place <= min(end, len(row)):
-                    right.setdefault(place, []).append(chosen[place - 1] == row[start + place - 1])
-        found[kind] = [round(float(np.mean(right[p])), 2) for p in sorted(right)]
-    return found
 
 
 def train(run: Run) -> None:
@@ -223,11 +237,12 @@ def train(run: Run) -> None:
     for kind in (signal.SIGTERM, signal.SIGINT):
         signal.signal(kind, stop)
     losses: list[float] = []
+    clock = time.process_time if run.device.type == "cpu" else time.monotonic
     with (run.folder / "log.jsonl").open("a") as log:
         while not run.stopping and run.progress < 1:
-            start = time.monotonic()
+            start = clock()
             losses.append(train_step(run))
-            run.seconds += time.monotonic() - start
+            run.seconds += clock() - start
             if run.step % 20 == 0:
                 loss = round(sum(losses) / len(losses), 4)
                 line: dict[str, Any] = {
@@ -237,24 +252,24 @@ def train(run: Run) -> None:
                 }
                 losses.clear()
                 if run.step % 100 == 0:
-                    line["accuracy"] = probe(run)
+                    line["accuracy"] = run.probe()
                     run.save()
                 print(json.dumps(line), file=log, flush=True)
                 print(*(f"{key} {value}" for key, value in line.items()), flush=True)
     run.save()
 
 
-def export(folder: Path, out: Path) -> None:
+def export(kind: type[Run], folder: Path, out: Path) -> None:
     """The run's newest checkpoint as float16 weights, with all that loading them by path needs."""
     state = Checkpoints(folder).load()
     if state is None:
         raise SystemExit(f"{folder} has no checkpoint to export: train first")
     shape = Shape(**state["shape"])
-    fills = {"is_causal": False, "mask_token_id": MASK, "logit_shift": True}
     texts = {
-        "config.json": json.dumps({**reference_export.config(shape), **fills}, indent=2) + "\n",
+        "config.json": json.dumps({**reference_export.config(shape), **kind.fills}, indent=2)
+        + "\n",
         "training.json": reference_export.compact(
-            {"trained": state["count"], "rows": list(LENGTHS)}, folder / "log.jsonl"
+            {"trained": state["count"], "rows": list(LENGTHS), **kind.fills}, folder / "log.jsonl"
         ),
     }
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -268,9 +283,9 @@ def export(folder: Path, out: Path) -> None:
     print(f"exported step {state['count']['step']} to {out}")
 
 
-def main() -> None:
+def main(kind: type[Run]) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=kind.told, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--minutes", type=float, default=60, help="training time, all sessions")
@@ -279,13 +294,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda: a run may change it")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--export", action="store_true", help="write the model and stop")
-    parser.add_argument("--to", type=Path, default=REFERENCE / "diffusion", help="where to")
+    parser.add_argument("--to", type=Path, default=REFERENCE / kind.default, help="where to")
     options = parser.parse_args()
     if options.export:
-        return export(options.out, options.to)
+        return export(kind, options.out, options.to)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    run = prepare(options.out, options.minutes, options.seed, options.device)
+    run = prepare(kind, options.out, options.minutes, options.seed, options.device)
     state = run.checkpoints.load()
     if (state is None) == options.resume:
         what, act = (
@@ -300,4 +315,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Run)

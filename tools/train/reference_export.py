@@ -240,6 +240,7 @@ def write_readme() -> None:
             "evaluation.json",
             "draft/training.json",
             "diffusion/training.json",
+            "blocks/training.json",
         )
     ]
     replace(REFERENCE / "README.md", lambda path: path.write_text(readme(load().shape, *told)))

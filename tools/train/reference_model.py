@@ -49,7 +49,7 @@ def linear(inputs: int, outputs: int, zero: bool = False) -> nn.Linear:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on the two halves of each head; x [B,H,T,D], cos and sin [T,D/2]."""
+    """RoPE on the two halves of each head; x [B,H,T,D], cos and sin [T,D/2] or [B,1,T,D/2]."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
@@ -63,14 +63,16 @@ class Attention(nn.Module):
         self.v_proj = linear(shape.hidden, shape.kv_heads * shape.head_dim)
         self.o_proj = linear(shape.heads * shape.head_dim, shape.hidden, zero=True)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sees: Tensor | None = None) -> Tensor:
         rows, length, _ = x.shape
         q, k, v = (
             proj(x).view(rows, length, -1, self.shape.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.shape.causal and x.device.type == "cpu":
+        if sees is not None:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True)
+        elif self.shape.causal and x.device.type == "cpu":
             out = causal_attention(q, k, v)
         else:
             out = F.scaled_dot_product_attention(
@@ -100,9 +102,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, keep: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, keep: Tensor, cos: Tensor, sin: Tensor, sees: Tensor | None = None
+    ) -> Tensor:
         """keep [B,1,1] is 0 for the samples that skip this layer, else 1."""
-        x = torch.addcmul(x, keep, self.self_attn(self.input_layernorm(x), cos, sin).to(x))
+        x = torch.addcmul(x, keep, self.self_attn(self.input_layernorm(x), cos, sin, sees).to(x))
         return torch.addcmul(x, keep, self.mlp(self.post_attention_layernorm(x)).to(x))
 
 
@@ -127,14 +131,26 @@ class Llama(nn.Module):
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def states(self, tokens: Tensor, drop: float = 0.0) -> Iterator[Tensor]:
-        """The residual stream after each layer; `drop` is the last one's rate of being skipped."""
+    def states(
+        self,
+        tokens: Tensor,
+        drop: float = 0.0,
+        places: Tensor | None = None,
+        sees: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """The residual stream after each layer; `drop` is the last one's rate of being skipped. `places` [B,T]: the
+        position of each token, where they do not follow one another; `sees` [B,1,T,T], bool: which others it sees,
+        where the shape does not say.
+        """
         x = self.embed_tokens(tokens)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        if places is None:
+            cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        else:
+            cos, sin = self.cos[places][:, None], self.sin[places][:, None]
         for at, layer in enumerate(self.layers):
             rate = drop * (2 ** (at / (self.shape.layers - 1)) - 1)
             keep = torch.rand(len(tokens), 1, 1) >= rate  # on the CPU, whose state is saved
-            x = layer(x, keep.to(x), cos, sin)
+            x = layer(x, keep.to(x), cos, sin, sees)
             yield x
 
     def head(self, x: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ In a checkout with its packages:
 A release, and what is made of its weights, in this order:
 
     python tools/train/reference.py --run RUN --release 60   # decay a copy over 60 M tokens, and export it here
-    python tools/train/draft.py, diffusion.py                # as above and below: the models beside it
+    python tools/train/draft.py, diffusion.py, block_diffusion.py   # as above and below: the models beside it
     python tools/train/again.py                              # the trained parts of methods, each as it was made
     python tools/tree_template.py --out api/reference/stand.json
     python tools/pages/all.py                                # all pages that tell of these models, this one too
@@ -101,6 +101,19 @@ It read {filled_tokens:.2f} M tokens in {filled_seconds} s, in rows of {shortest
 with answers of up to 144 tokens, `tasks.rest`, and a little code): prompt and answer should be no longer together.
 `diffusion/training.json` is its log. What it answers, and in how many calls, is in
 docs/figures/details/diffusion.md, by `python tools/bench/bench_diffusion.py`.
+
+## The block-diffusion model beside it
+
+`blocks/` is the same model after it was taught to fill blocks of masks behind a text, too: it stays causal, a
+block of up to {block_size} tokens sees the text and itself, and `<|pad|>` is the mask (`block_size`, `logit_shift`).
+It began with the weights above.
+
+    python tools/train/block_diffusion.py --out RUN
+    python tools/train/block_diffusion.py --out RUN --export
+
+It read {block_tokens:.2f} M tokens in {block_seconds} s of a processor, in rows of the same tasks.
+`blocks/training.json` is its log; its figures are by
+`python tools/bench/bench_diffusion.py --model api/reference/blocks`.
 """
 
 
@@ -157,6 +170,7 @@ def readme(
     found: dict[str, Any],
     draft: dict[str, Any],
     diffusion: dict[str, Any],
+    blocks: dict[str, Any],
 ) -> str:
     trained = training["trained"]
     lengths = list(next(iter(found["recall"].values())))
@@ -173,6 +187,9 @@ def readme(
         seconds=round(trained["seconds"]),
         filled_tokens=diffusion["trained"]["tokens"] / 1e6,
         filled_seconds=round(diffusion["trained"]["seconds"]),
+        block_tokens=blocks["trained"]["tokens"] / 1e6,
+        block_seconds=round(blocks["trained"]["seconds"]),
+        block_size=blocks["block_size"],
         shortest=min(diffusion["rows"]),
         longest=max(diffusion["rows"]),
         parameters=found["parameters"] / 1e6,

@@ -53,7 +53,7 @@ CASES = [
         Case({"block": block, "threshold": threshold}, plainly(block, threshold))
         for block, threshold in ((4, 0.3), (6, 0.0))
     ),
-    Case({"block": 4, "check": True}, checked(4)),
+    Case({"block": 4, "checks": True}, checked(4)),
 ]
 
 
@@ -68,7 +68,7 @@ def test_its_ends():
 def test_a_context_that_ends_leaves_room_for_windows():
     """Checked windows that would not fit are left out."""
     prompt = np.random.default_rng(0).integers(4, 50, 88)
-    (tokens,), _ = decoded("sdlm", [prompt], NEW, block=6, check=True)
+    (tokens,), _ = decoded("sdlm", [prompt], NEW, block=6, checks=True)
     assert len(tokens) == 8 and tokens == plainly(6, 2.0)(prompt, 8)[0]
 
 
