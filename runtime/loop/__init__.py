@@ -17,7 +17,7 @@ from accel.runtime.decode.row import Row
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 
-__all__ = ["HOST", "Base", "check_rows", "chosen"]
+__all__ = ["HOST", "Base", "check_rows", "chosen", "in_rounds"]
 
 HOST = ("draft", "loop", "length", "tree", "verify")  # what decides between calls of the model
 
@@ -53,9 +53,8 @@ class Base(Method, ABC):
         False  # whether text of its own comes, too, which no token's law allows or bans
     )
 
-    judges: ClassVar[bool] = False  # whether it asks the request's `judge`
-    scores: ClassVar[bool] = False  # whether it asks the request's `scorer`
-    several: ClassVar[bool] = False  # whether a greedy request for `n` texts gets different ones
+    # What it takes of a request that others refuse: `judge`, `scorer`; `n`: several texts of a greedy one.
+    takes: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def weighs(self) -> bool:
@@ -82,11 +81,6 @@ class Base(Method, ABC):
         (`decode.context.Model`).
         """
 
-    @property
-    def in_rounds(self) -> bool:
-        """Whether it has `rounds`; a loop without them has `tokens` of its own, which no row can join."""
-        return type(self).rounds is not Base.rounds
-
     def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
         """Decode a round at a time. The session has one row per `Row`; it is empty, or holds the first tokens of their
         prompts. Each row gets the tokens that it would get alone, whoever joins or leaves. Raises InputError where the
@@ -111,6 +105,11 @@ class Base(Method, ABC):
             while rounds.live:
                 yield from rounds.run()
                 check_rows(rows)
+
+
+def in_rounds(loop: Base) -> bool:
+    """Whether it has `rounds`; a loop without them has `tokens` of its own, which no row can join."""
+    return type(loop).rounds is not Base.rounds
 
 
 def check_rows(rows: Sequence[Row]) -> None:

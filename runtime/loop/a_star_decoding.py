@@ -40,7 +40,7 @@ class AStarDecoding(Base):
 
     grade = "approximate"
     relies = frozenset({Invariant.REWIND})
-    scores = True
+    takes = frozenset({"scorer"})
 
     def check(self, tokenizer: Tokenizer | None) -> None:
         check_text(tokenizer, "a-star-decoding: steps are")

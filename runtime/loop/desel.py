@@ -37,7 +37,7 @@ class Desel(Base):
 
     grade = "approximate"
     writes = True
-    scores = True
+    takes = frozenset({"scorer"})
     lacks = "training (any model that writes lists)"
 
     def check(self, tokenizer: Tokenizer | None) -> None:

@@ -52,7 +52,7 @@ class LookaheadReasoning(Base):
     asks = {"draft": ""}
     relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}
     grade = "approximate"
-    judges = True
+    takes = frozenset({"judge"})
     weighs = False
 
     def __post_init__(self) -> None:

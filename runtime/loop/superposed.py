@@ -53,7 +53,7 @@ class Superposed(Base):
     grade = "approximate"
     searches = True
     embeds = True
-    several = True
+    takes = frozenset({"n"})
     files = ("datastore",)
     relies = frozenset({Invariant.EVERY_TOKEN_RUNS})
 

@@ -402,12 +402,12 @@ class CompiledModel:
 
     def _context(self, judge: JudgeFunction | None = None, scorer: Any = None) -> DecodeContext:
         """What the loop is given for a request; costs are measured where it goes by them. Raises InputError."""
-        if judge is not None and not self._loop.judges:
+        if judge is not None and "judge" not in self._loop.takes:
             raise InputError(
                 "judge: this model's loop drafts no steps of text that it could judge; leave it out, or build with the "
                 "recipe 'lookahead-reasoning'"
             )
-        if scorer is not None and not self._loop.scores:
+        if scorer is not None and "scorer" not in self._loop.takes:
             raise InputError(
                 "scorer: this model's loop compares no texts by a score; leave it out, or build with a recipe that "
                 "does, such as 'a-star-decoding'"

@@ -197,7 +197,7 @@ def samples_of(
             "leave it unset, or take a causal model"
         )
     score = None if params.logprobs is None else TopLogprobs(params.logprobs, tokenizer)
-    if params.n > 1 and params.greedy and not loop.several:
+    if params.n > 1 and params.greedy and "n" not in loop.takes:
         raise InputError(
             f"n = {params.n} with temperature 0 gives the same text {params.n} times; give a temperature above 0, or "
             "build with a recipe that writes several, such as 'superposed'"

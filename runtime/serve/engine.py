@@ -13,6 +13,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.loop import Base as Loop
+from accel.runtime.loop import in_rounds
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
 from accel.runtime.schedule import Limits, chosen
@@ -200,7 +201,7 @@ def _sharing(model: CompiledModel, loop: Loop, context: DecodeContext) -> tuple[
     """Why requests cannot share a session (""; they can), whether prompts may run in chunks, and the most tokens
     that a round adds to a row.
     """
-    if not loop.in_rounds:
+    if not in_rounds(loop):
         return "its loop has no rounds", False, 1
     with model.session() as session:
         able = session.capabilities

@@ -17,7 +17,7 @@ from accel.runtime.model.compiled import CompiledModel
 class Asks(Base):
     """Ends a row where its judge says no."""
 
-    judges = True
+    takes = frozenset({"judge"})
 
     def tokens(self, session, rows, context):
         logits = prompted(session, rows)

@@ -12,6 +12,7 @@ from accel.ir.errors import InputError
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.judge import Judge
 from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.loop import in_rounds
 from accel.runtime.loop.autoregressive import Autoregressive
 from accel.runtime.serve.engine import Engine
 from accel.runtime.serve.request import Request
@@ -81,7 +82,7 @@ def together(model, requests):
     samples = [model.prepare(*one).sample for one in requests]
     rows = [one.row for one in samples]
     with model.session(len(rows)) as session:
-        if not loop.in_rounds:
+        if not in_rounds(loop):
             list(loop.tokens(session, rows, context))
             return [told(one) for one in samples]
         with closing(loop.rounds(session, rows, context)) as rounds:
@@ -128,12 +129,12 @@ def test_a_request_gets_what_plain_decoding_gives_it(toy, tokenizer, name, seed)
     loop, free = model._loop, rng.random() < 0.5
     model._context = lambda judge=None: DecodeContext(
         model._methods, None if free else model.costs, model, model._store,
-        Judge(lambda drafted, own: False) if loop.judges else None,
+        Judge(lambda drafted, own: False) if "judge" in loop.takes else None,
     )  # fmt: skip
-    asked = {"grammar": not loop.writes, "sampled": name != "beams", "failing": loop.in_rounds}
+    asked = {"grammar": not loop.writes, "sampled": name != "beams", "failing": in_rounds(loop)}
     requests = [request(rng, active, context, **asked) for _ in range(4)]
     want = [alone(model, *one) for one in requests]
-    if not loop.in_rounds:  # they raise what fails, for all of their rows
+    if not in_rounds(loop):  # they raise what fails, for all of their rows
         good = [i for i, one in enumerate(want) if not isinstance(one[2], str)]
         requests, want = [requests[i] for i in good], [want[i] for i in good]
     if requests:
