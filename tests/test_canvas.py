@@ -123,6 +123,119 @@ def test_rows_go_on_as_others(filler):
         assert np.abs(got - want[[1, 1], 4:8]).max() < 1e-4 * np.abs(want).max()
 
 
+class Slots:
+    """Keys and values of `Filler`'s layers by token, of one row, in torch: what a session is to hold."""
+
+    def __init__(self, module):
+        self.module, self.kept = module, [{}, {}]
+
+    @torch.no_grad()
+    def write(self, tokens, places):
+        """Logits [T,V] of tokens that are at these places, which see all that was written."""
+        x = self.module.tokens(torch.tensor(tokens)) + self.module.places(torch.tensor(places))
+        for kept, qkv, out in zip(self.kept, self.module.qkv, self.module.out, strict=True):
+            q, k, v = qkv(x).unflatten(1, (3, self.module.heads, -1)).unbind(1)  # [T,H,D]
+            kept.update({p: (k[i], v[i]) for i, p in enumerate(places)})
+            keys, values = (torch.stack(part, 1) for part in zip(*kept.values(), strict=True))
+            weights = (q.transpose(0, 1) @ keys.mT * q.shape[-1] ** -0.5).softmax(-1)
+            x = x + out((weights @ values).transpose(0, 1).flatten(1))
+        return self.module.head(x).numpy()
+
+
+CALLS = ([14, 9], [3, 5], [6, 0], [4, 12], [1, 1], [0, 7], [8, 2])  # tokens of each row
+
+
+def law_any_slots(module, compiled, moved=lambda places: places, calls=CALLS):
+    """Calls of any tokens, batches of rows with different counts, against keys and values that lie by token; `moved`:
+    what the session is told instead.
+    """
+    rng = np.random.default_rng(7)
+    with compiled.session(2) as session:
+        rows = [Slots(module), Slots(module)]
+        held = np.array([0, 0])
+        for counts in calls:
+            width = max(counts)
+            places = np.zeros((2, width), np.int64)
+            for i, n in enumerate(counts):
+                new = int(rng.integers(0, 3)) if held[i] else n
+                old = np.sort(rng.choice(held[i], n - min(new, n), replace=False))
+                its = [*old, *range(held[i], held[i] + min(new, n))]
+                places[i, :n] = its
+                held[i] += min(new, n)
+            tokens = rng.integers(0, MASK, places.shape)
+            got = session.write(tokens, moved(places), counts)
+            for i, n in enumerate(counts):
+                if n:
+                    want = rows[i].write(tokens[i, :n], places[i, :n])
+                    assert np.abs(got[i, :n] - want).max() < 1e-4 * np.abs(want).max()
+            assert session.lengths.tolist() == held.tolist()
+        _holds(session, rows, held)
+        session.rewind(held - [5, 3])  # tokens of the end lie anywhere
+        session.select([1, 0])
+        for row in rows:
+            row.kept = [
+                {p: x for p, x in k.items() if p < len(k) - (5, 3)[rows.index(row)]}
+                for k in row.kept
+            ]
+        ends = (held - [5, 3])[::-1]
+        tokens = rng.integers(0, MASK, (2, 2))
+        places = np.stack([[1, ends[0]], [2, ends[1]]])
+        got = session.write(tokens, places)
+        for i, row in enumerate(rows[::-1]):
+            want = row.write(tokens[i], places[i])
+            assert np.abs(got[i] - want).max() < 1e-4 * np.abs(want).max()
+
+
+def _holds(session, rows, held):
+    """What the buffers hold at each position."""
+    buffers = session._core.backend.buffers()
+    for i, row in enumerate(rows):
+        slots = np.argsort(buffers["kv.pos"][i])[-held[i] :]
+        assert buffers["kv.pos"][i][slots].tolist() == list(range(held[i]))
+        for layer, kept in enumerate(row.kept):
+            want = torch.stack([kept[p][0] for p in range(held[i])], 1).numpy()
+            got = buffers[f"kv.{layer}.k"][i][:, slots]
+            assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_any_tokens_may_be_written(filler, target):
+    module, made = filler
+    law_any_slots(module, made[target])
+
+
+def test_tokens_elsewhere_are_seen(filler):
+    """The control: the tokens of a call one place further down than they are said to be."""
+    module, made = filler
+
+    def moved(places):
+        return np.where(places > 0, places - (np.diff(places, prepend=-1) > 1), places)
+
+    with pytest.raises(AssertionError):
+        law_any_slots(module, made["eager"], moved)
+
+
+def test_tokens_that_lie_together_stay_where_they_are(filler, monkeypatch):
+    """Nothing is copied for a block, nor for what has shrunk at its end; a call of all brings a row in order."""
+    _, made = filler
+    moves = []
+    with made["eager"].session() as session:
+        backend = session._core.backend
+        own = backend.rearrange
+        monkeypatch.setattr(backend, "rearrange", lambda *a: (moves.append(len(a[0])), own(*a)))
+        state = session.observer(CanvasState)
+        session.run([list(range(20))])
+        session.write([[1, 2, 3]], 8)
+        session.write([[1, 2]], [[18, 19]])
+        assert not moves
+        session.write([[1, 2, 3, 4]], [[3, 9, 18, 19]])
+        assert moves == [2] and state.places[0].tolist() != list(range(20))
+        session.write([[1, 2, 3]], [[9, 18, 19]])
+        assert moves == [2]
+        session.write([list(range(20))], 0)
+        assert moves == [2] and state.places[0].tolist() == list(range(20))
+
+
 def test_a_block_leaves_the_others_as_they_were(filler):
     _, made = filler
     tokens = np.random.default_rng(3).integers(0, MASK, (1, 24))
@@ -142,9 +255,15 @@ def test_a_block_leaves_the_others_as_they_were(filler):
     [
         (
             lambda s: s.write([[1, 2]], 7),
-            "start of row 0 is 7, but the row holds 6 tokens; give 0..6",
+            "token 7 of row 0 is written first, but the row holds 6 tokens; give 0..6",
         ),
-        (lambda s: s.write([[1, 2]], 1, [1]), "1 padding columns in front of tokens that it holds"),
+        (lambda s: s.write([[1, 2]], [[4, 4]]), "the places of row 0, at [4, 4], must rise"),
+        (lambda s: s.write([[1, 2]], [[-1, 4]]), "the places of row 0, at [-1, 4], must rise"),
+        (
+            lambda s: s.write([[1, 2]], [[5, 7]]),
+            "row 0 holds 6 tokens, so token 7 cannot be written without token 6",
+        ),
+        (lambda s: s.write([[1, 2]], [[3]]), "at has shape [1, 1]; give [1, 2], as tokens have"),
         (
             lambda s: s.write([[1, 2]], 0, None, [[2]]),
             "rows name columns 2..2 of a call of 2; give 0..1",
