@@ -11,9 +11,12 @@ import accel
 from accel.ir.axis import find_axes
 from accel.runtime.session.modes.canvas import CanvasState
 
-from .diffusion_case import LONGEST, MASK, Filler, prompts, with_loop
+from .diffusion_case import LONGEST, MASK, Filler, Slots, prompts, with_loop
 
-LOOP = {"loop": {"use": "dllm-blockcache", "block": 8, "threshold": 0.5}}
+LOOP = {
+    "loop": {"use": "dllm-threshold", "block": 8, "threshold": 0.5},
+    "canvas": {"use": "dllm-blockcache"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -121,25 +124,6 @@ def test_rows_go_on_as_others(filler):
         )  # row 1 holds tokens[0], and the same tokens written again see the others of that
         got = session.write(tokens[[0, 0], 4:8], 4)
         assert np.abs(got - want[[1, 1], 4:8]).max() < 1e-4 * np.abs(want).max()
-
-
-class Slots:
-    """Keys and values of `Filler`'s layers by token, of one row, in torch: what a session is to hold."""
-
-    def __init__(self, module):
-        self.module, self.kept = module, [{}, {}]
-
-    @torch.no_grad()
-    def write(self, tokens, places):
-        """Logits [T,V] of tokens that are at these places, which see all that was written."""
-        x = self.module.tokens(torch.tensor(tokens)) + self.module.places(torch.tensor(places))
-        for kept, qkv, out in zip(self.kept, self.module.qkv, self.module.out, strict=True):
-            q, k, v = qkv(x).unflatten(1, (3, self.module.heads, -1)).unbind(1)  # [T,H,D]
-            kept.update({p: (k[i], v[i]) for i, p in enumerate(places)})
-            keys, values = (torch.stack(part, 1) for part in zip(*kept.values(), strict=True))
-            weights = (q.transpose(0, 1) @ keys.mT * q.shape[-1] ** -0.5).softmax(-1)
-            x = x + out((weights @ values).transpose(0, 1).flatten(1))
-        return self.module.head(x).numpy()
 
 
 CALLS = ([14, 9], [3, 5], [6, 0], [4, 12], [1, 1], [0, 7], [8, 2])  # tokens of each row
@@ -309,7 +293,7 @@ def test_rows_end_where_they_would_in_any_loop(filler):
 
 def test_a_stream_that_is_left_leaves_a_model_to_go_on_with(filler):
     _, made = filler
-    with with_loop(made["eager"], "dllm-blockcache", block=8) as model:
+    with with_loop(made["eager"], "dllm-threshold", "dllm-blockcache", block=8) as model:
         whole = model.generate(prompts()[0], max_new_tokens=20, eos=[]).tokens[0]
         with model.stream(prompts()[0], max_new_tokens=20, eos=[]) as stream:
             assert [next(stream) for _ in range(3)] == whole[:3]
@@ -317,6 +301,7 @@ def test_a_stream_that_is_left_leaves_a_model_to_go_on_with(filler):
 
 
 def test_a_loop_that_ends_early_leaves_the_session_with_its_rows(filler):
+    from accel.runtime.canvas.whole import Whole
     from accel.runtime.decode.context import DecodeContext
     from accel.runtime.decode.row import Row
     from accel.runtime.loop.dllm_lowconf import DllmLowconf
@@ -328,7 +313,8 @@ def test_a_loop_that_ends_early_leaves_the_session_with_its_rows(filler):
             Row(np.array(p), Standard(), np.random.default_rng(0), limit=9, max_context=LONGEST)
             for p in prompts()
         ]
-        came = DllmLowconf(block=4).tokens(session, rows, DecodeContext())
+        context = DecodeContext(methods={"canvas": Whole()})
+        came = DllmLowconf(block=4).tokens(session, rows, context)
         for _ in range(5):
             next(came)
         came.close()
@@ -372,6 +358,19 @@ def test_a_loop_for_another_kind_of_model_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("recipe", "loop"),
+    [
+        ({"canvas": {"use": "dkv-cache"}}, "autoregressive"),
+        ({"loop": {"use": "jacobi"}, "canvas": {"use": "dkv-cache"}}, "jacobi"),
+    ],
+)
+def test_a_canvas_without_a_loop_that_fills_masks_is_refused(recipe, loop):
+    said = refused(Filler(False), recipe)
+    assert f"computes, and loop = {loop} fills no masks; leave [canvas] out" in said
+    assert "ccd, dllm-eb" in said
+
+
+@pytest.mark.parametrize(
     "other", ["snapkv", "kivi-4", "quest", "paged-prefix", "calm", "gemfilter", "batch-invariant"]
 )
 def test_methods_that_go_by_the_order_of_tokens_are_refused(other):
@@ -384,7 +383,6 @@ def test_methods_that_go_by_the_order_of_tokens_are_refused(other):
     ("options", "words"),
     [
         ({"block": 0}, "loop.dllm-lowconf: block is 0; give at least 1"),
-        ({"cache": "dul"}, "loop.dllm-lowconf: cache 'dul' does not exist; did you mean 'dual'"),
         ({"steps": -1}, "loop.dllm-lowconf: steps is -1; give at least 0"),
     ],
 )

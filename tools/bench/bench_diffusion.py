@@ -1,10 +1,12 @@
 """Loops that fill masks, on the bundled masked-diffusion model: calls, tokens per second, exact answers.
 
-    python tools/bench/bench_diffusion.py [--model FOLDER] [--prompts N] [--new N] [--block K] [--json FILE]
+    python tools/bench/bench_diffusion.py [--model FOLDER] [--prompts N] [--new N] [--block K] [--loops NAME …]
+        [--json FILE]
 
 Every loop decodes every prompt, one after the other, so that whatever else runs on the machine meets all alike. Of each
 prompt the speed is compared with that of one token per call; the median of those ratios is told, with calls, exact
-answers, and the share of answers that are, token by token, those of one token per call.
+answers, the share of answers that are, token by token, those of one token per call, and the share of the canvas that
+calls compute.
 """
 
 from __future__ import annotations
@@ -26,26 +28,37 @@ from turns import head, row
 
 import accel
 from accel.ir.axis import find_axes, host_method
+from accel.runtime.session.session import Session
 
 PLAIN = "dllm-lowconf"
-VARIED: dict[
-    str, dict[str, Any]
-] = {  # name -> loop table, of loops with other options than their defaults
-    "dllm-threshold, factor 1": {"use": "dllm-threshold", "factor": 1.0},
-    "dllm-blockcache, prefix": {"use": "dllm-blockcache", "cache": "prefix"},
-    "dllm-lowconf, dual": {"use": "dllm-lowconf", "cache": "dual"},
-    "freedave, dual": {"use": "freedave", "cache": "dual"},
-    "localleap, dual": {"use": "localleap", "cache": "dual"},
-    "dllm-entropy, one block": {"use": "dllm-entropy", "block": 1 << 20},
+DUAL = {"use": "dllm-blockcache"}
+Tables = tuple[dict[str, Any], dict[str, Any]]  # of the loop, and of the canvas
+VARIED: dict[str, Tables] = {  # loops with other options than their defaults
+    "dllm-threshold, factor 1": ({"use": "dllm-threshold", "factor": 1.0}, {}),
+    "dllm-threshold, prefix": ({"use": "dllm-threshold"}, {**DUAL, "cache": "prefix"}),
+    "freedave, dual": ({"use": "freedave"}, DUAL),
+    "localleap, dual": ({"use": "localleap"}, DUAL),
+    "dllm-entropy, one block": ({"use": "dllm-entropy", "block": 1 << 20}, {}),
 }
+CACHED = ("dllm-lowconf", "dllm-threshold")  # loops that are tried with every method of `canvas`
 TASKS = ("key_value", "copy", "rest")
 
 
-def loops() -> dict[str, dict[str, Any]]:
-    """Every loop that fills masks, the one that all are compared with first: name -> loop table."""
-    axis = find_axes()["loop"]
+def loops(only: list[str] | None = None) -> dict[str, Tables]:
+    """Every loop that fills masks, the one that all are compared with first, and some with what their calls compute;
+    `only`: those of these names, and the first.
+    """
+    axis, canvas = find_axes()["loop"], find_axes()["canvas"]
     fills = [name for name in axis.names() if axis.method(name).masked_diffusion]
-    return {name: {"use": name} for name in (PLAIN, *fills)} | VARIED
+    found: dict[str, Tables] = {name: ({"use": name}, {}) for name in (PLAIN, *fills)}
+    for loop in CACHED:
+        found |= {
+            f"{loop}, {name}": ({"use": loop}, {"use": name})
+            for name in canvas.names()
+            if name != "whole"
+        }
+    found |= VARIED
+    return found if only is None else {n: t for n, t in found.items() if n in (PLAIN, *only)}
 
 
 def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[str, str]]:
@@ -62,19 +75,31 @@ def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[st
 
 def measure(model: Any, given: Any) -> list[dict[str, Any]]:
     """A line for each loop, task and prompt."""
-    found = []
+    found, shares = [], list[float]()
+    own = Session.write
+
+    def write(session: Session, tokens: Any, at: Any, lengths: Any, rows: Any) -> Any:
+        logits = own(session, tokens, at, lengths, rows)
+        shares.append(lengths.max() / session.length)
+        return logits
+
+    Session.write = write  # type: ignore[method-assign]
     for task in given.tasks:
         for number, (prompt, answer) in enumerate(
             questions(task, given.prompts, given.tokens, given.new)
         ):
-            for name, table in loops().items():
-                model._loop = host_method({"loop": {"block": given.block, **table}}, "loop", PLAIN)
+            for name, (table, canvas) in loops(given.loops).items():
+                tables = {"loop": {"block": given.block, **table}, "canvas": canvas}
+                model._loop = host_method(tables, "loop", PLAIN)
+                model._methods = {"canvas": host_method(tables, "canvas", "whole")}
+                shares.clear()
                 start = time.perf_counter()
                 out = model.generate(prompt, max_new_tokens=given.new)
                 seconds = time.perf_counter() - start
                 right = out.text[0].removesuffix("<|eos|>") == answer
                 one = {"task": task, "prompt": number, "loop": name, "right": right}
                 one |= {"calls": out.stats["calls"], "tokens": len(out.tokens[0])}
+                one["share"] = statistics.mean(shares)
                 found.append(one | {"seconds": seconds, "ids": out.tokens[0]})
     return found
 
@@ -83,10 +108,11 @@ def table(lines: list[dict[str, Any]]) -> None:
     """Markdown: a row for each task and loop."""
     plain = {(x["task"], x["prompt"]): x for x in lines if x["loop"] == PLAIN}
     plainly = ("as one token per call", "tokens per call", "calls, of one token per call")
-    figures = ("exact answers", *plainly, "tokens/s", "of one token per call")
+    computed = "slots computed per call"
+    figures = ("exact answers", *plainly, computed, "tokens/s", "of one token per call")
     head("task", "loop", *(f">{name}" for name in figures))
     for task in dict.fromkeys(x["task"] for x in lines):
-        for name in loops():
+        for name in dict.fromkeys(x["loop"] for x in lines):
             some = [x for x in lines if x["task"] == task and x["loop"] == name]
             base = [plain[task, x["prompt"]] for x in some]
             pairs = list(zip(some, base, strict=True))
@@ -96,7 +122,8 @@ def table(lines: list[dict[str, Any]]) -> None:
             right = statistics.mean(x["right"] for x in some)
             same = statistics.mean(x["ids"] == b["ids"] for x, b in pairs)
             fewer = sum(b["calls"] for b in base) / calls
-            of = (f"{tokens / calls:.2f}", f"1/{fewer:.1f}", f"{speed:.0f}")
+            share = sum(x["share"] * x["calls"] for x in some) / calls
+            of = (f"{tokens / calls:.2f}", f"1/{fewer:.1f}", f"{share:.0%}", f"{speed:.0f}")
             gain = f"{statistics.median(ratios):.2f}"
             row(f"`{task}`", name, f"{right:.0%}", f"{same:.0%}", *of, gain)
 
@@ -107,6 +134,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=REFERENCE / "diffusion")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--loops", nargs="+", choices=[*loops()], help="those alone, and the first")
     parser.add_argument("--prompts", type=int, default=20, help="of each task")
     parser.add_argument("--tokens", type=int, default=100, help="of a prompt, about")
     parser.add_argument("--new", type=int, default=64, help="tokens that there is room for")
