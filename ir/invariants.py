@@ -44,6 +44,7 @@ class Invariant(Enum):
     DRAFT_MODEL = "a draft model is built into the artifact"
     LAYERS_BY_CALL = "a call may select the layers that run"
     COARSE_READS = "a call may read the cache in fewer bits than it is stored in"
+    FED_BY_BLOCK = "calls of a block compute the same slots, whatever those before them have filled"
     LATER_READS = "a token also attends to what later tokens of its call select"
 
 

@@ -15,7 +15,9 @@ from torch import nn
 
 import accel
 from accel.compiler.facts_json import model_facts
+from accel.ir.axis import Axis
 from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.canvas.whole import Whole
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop._canvas import Guess
@@ -25,12 +27,11 @@ from accel.runtime.sample.standard import Standard
 from .own_case import file_of
 
 VOCABULARY, MASK, LONGEST = 41, 40, 96
-CACHES = ("none", "prefix", "dual")
 NEW, BLOCK = 21, 8  # tokens of an answer, whose last block is shorter
 
 
 class Filler(nn.Module):
-    """Two layers that see both ways, with the caches of Fast-dLLM beside its forward."""
+    """Two layers that see both ways."""
 
     def __init__(self, shift: bool, width: int = 32, heads: int = 4, seed: int = 0):
         super().__init__()
@@ -53,29 +54,35 @@ class Filler(nn.Module):
             x = x + out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return self.head(x)
 
+
+class Slots:
+    """Keys and values of a `Filler` by token, of one row: what a session is to hold."""
+
+    def __init__(self, module: Filler):
+        self.module = module
+        self.kept: list[dict[int, Any]] = [{} for _ in module.qkv]
+
     @torch.no_grad()
-    def cached(self, tokens, start, store):
-        """Logits of tokens [T] at `start`.., over keys and values that `store` has of the others and gets of these."""
-        x = self.tokens(tokens) + self.places(torch.arange(start, start + len(tokens)))
-        for layer, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
-            q, k, v = qkv(x).unflatten(1, (3, self.heads, -1)).permute(1, 2, 0, 3).unbind(0)
-            if layer in store:
-                keys, values = (part.clone() for part in store[layer])
-                keys[:, start : start + len(tokens)], values[:, start : start + len(tokens)] = k, v
-                k, v = keys, values
-            store[layer] = k, v
-            weights = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)
-            x = x + out((weights @ v).transpose(0, 1).flatten(1))
-        return self.head(x)
+    def write(self, tokens, places):
+        """Logits [T,V] of tokens [T] that are at these places, which see all that was written."""
+        x = self.module.tokens(torch.tensor(tokens)) + self.module.places(torch.tensor(places))
+        for kept, qkv, out in zip(self.kept, self.module.qkv, self.module.out, strict=True):
+            q, k, v = qkv(x).unflatten(1, (3, self.module.heads, -1)).unbind(1)  # [T,H,D]
+            kept.update({int(p): (k[i], v[i]) for i, p in enumerate(places)})
+            keys, values = (torch.stack(part, 1) for part in zip(*kept.values(), strict=True))
+            weights = (q.transpose(0, 1) @ keys.mT * q.shape[-1] ** -0.5).softmax(-1)
+            x = x + out((weights @ values).transpose(0, 1).flatten(1))
+        return self.module.head(x).numpy()
 
 
 @dataclass
 class Seen:
     """What a call says of one row, plainly.
 
-    Of the block's K slots: `slots`, which of them are masks (`free`), and `logits` [K,V], -inf of the mask token. Of
-    every mask that the call sees, in the block and behind it: `masks` [n] and `behind` [n,V]. `step`: calls of the
-    block before; `start`, `end`: of the answer; `memory`: what a rule keeps of the row from call to call.
+    Of the block's K slots: `slots`, which of them are masks that the call says something of (`free`), and `logits`
+    [K,V], -inf of the mask token. Of every mask that the call sees, in the block and behind it: `masks` [n] and
+    `behind` [n,V]. `step`: calls of the block before; `start`, `end`: of the answer; `memory`: what a rule keeps of
+    the row from call to call.
     """
 
     slots: np.ndarray
@@ -125,6 +132,42 @@ class Case(NamedTuple):
         return str(self.options)
 
 
+class Before(NamedTuple):
+    """One row before a call, plainly: which slots are masks [W], the block's first slot and that behind it, calls of
+    the block before, whether logits are of the slot after.
+    """
+
+    open: np.ndarray
+    first: int
+    last: int
+    step: int
+    shift: int
+
+
+class Fed(NamedTuple):
+    """What the law compares a method of `canvas` with: its options, and `rule()`, for one row: a function of `Before`
+    that says which slots [W] the next call computes.
+    """
+
+    options: dict[str, Any]
+    rule: Callable[[], Callable[[Before], Any]]
+
+
+def canvases() -> list[tuple[str, Fed]]:
+    """Each method of `canvas` with the cases of its test file, `tests/runtime/canvas/test_METHOD.py`."""
+    axis = Axis("canvas", "accel.runtime.canvas")
+    return [
+        (name, case)
+        for name in axis.names()
+        for case in file_of("runtime.canvas", name, "CASES").CASES
+    ]
+
+
+def every() -> Callable[[Before], Any]:
+    """All slots in each call."""
+    return lambda before: np.ones(before.open.size, np.bool_)
+
+
 def own(name: str) -> ModuleType:
     """The test file of a loop that fills masks, `tests/runtime/loop/test_METHOD.py`; it holds CASES: its published
     rule, plainly.
@@ -144,37 +187,35 @@ def official(
     new: int,
     block: int,
     stays: Any,
-    cache: str = "none",
+    feeds: Callable[[], Callable[[Before], Any]] = every,
     early: Any = None,
 ) -> tuple[list[int], int]:
-    """New tokens and calls of one row, by the rules of a `Case`."""
+    """New tokens and calls of one row, by the rules of a `Case` and of a `Fed`."""
     memory: dict[str, Any] = {}
     x = np.array([*prompt, *[MASK] * new])
+    store, rule = Slots(model), feeds()
     calls, start, end = 0, len(prompt), len(x)
+    masks = np.arange(end) >= start
     while start < end:
-        stop = min(start + block, end)
-        step, store = 0, {}
-        while (x[start:stop] == MASK).any():
-            whole = step == 0 or cache == "none"
-            first = 0 if whole else start - model.shift
-            last = stop if cache == "dual" and not whole else end
-            said = model.cached(
-                torch.tensor(x[first:last]), first, {} if cache == "none" else store
-            ).numpy()
+        stop, step = min(start + block, end), 0
+        while masks[start:stop].any():
+            (fed,) = np.nonzero(rule(Before(masks, start, stop, step, model.shift)))
+            said = dict(zip((fed + model.shift).tolist(), store.write(x[fed], fed), strict=True))
+            if model.shift and 0 in fed:
+                said[0] = said[1]
             calls += 1
-            at = np.arange(start, last)
-            logits = said[at - model.shift - first]
+            at = np.array([i for i in range(start, end) if i in said or i < stop])
+            logits = np.stack([said.get(int(i), np.zeros(VOCABULARY, np.float32)) for i in at])
             logits[:, MASK] = -np.inf
-            token, free, here = logits.argmax(1), x[at] == MASK, slice(stop - start)
+            token, here = logits.argmax(1), at < stop
+            free = masks[at] & np.isin(at, [*said])
             seen = Seen(
                 at[here], free[here], logits[here], at[free], logits[free], step, len(prompt), end,
                 memory,
             )  # fmt: skip
-            if early is not None and early(seen):
-                x[at[free]] = token[free]
-                break
-            chosen = stays(seen)
-            x[at[chosen]] = token[chosen]
+            all_of_it = early is not None and early(seen)
+            chosen = np.flatnonzero(free) if all_of_it else np.asarray(stays(seen))
+            x[at[chosen]], masks[at[chosen]] = token[chosen], False
             step += 1
         start = stop
     return x[len(prompt) :].tolist(), calls
@@ -198,11 +239,14 @@ def eager(shift: bool) -> tuple[Filler, CompiledModel]:
     return module, accel.optimize(module, recipe, target="eager", max_context=LONGEST)
 
 
-def with_loop(compiled: CompiledModel, use: str, **options: Any) -> CompiledModel:
-    """The same program under another loop, without a build."""
-    recipe = {"tables": {"loop": {"use": use, **options}}}
+def with_loop(
+    compiled: CompiledModel, use: str, canvas: Any = "whole", **options: Any
+) -> CompiledModel:
+    """The same program under another loop, without a build. canvas: a name, or a table."""
+    table = {"use": canvas} if isinstance(canvas, str) else canvas
+    recipe = {"tables": {"loop": {"use": use, **options}, "canvas": table}}
     program = compiled.program
-    program.facts.max_batch = 2
+    program.facts.max_batch = 3
     return CompiledModel(
         EagerBackend(program), model_facts(program), tokenizer=compiled.tokenizer, recipe=recipe
     )
@@ -213,9 +257,16 @@ def prompts(seed: int = 0, sizes: tuple[int, ...] = (5, 11)) -> list[list[int]]:
     return [rng.integers(0, MASK, n).tolist() for n in sizes]
 
 
-def decoded(compiled: CompiledModel, use: str, given: Any, new: int = NEW, **options: Any) -> Any:
+def decoded(
+    compiled: CompiledModel,
+    use: str,
+    given: Any,
+    new: int = NEW,
+    canvas: Any = "whole",
+    **options: Any,
+) -> Any:
     """Tokens and graph calls of each prompt alone, and tokens of all together."""
-    with with_loop(compiled, use, **options) as made:
+    with with_loop(compiled, use, canvas, **options) as made:
         alone = [made.generate(prompt, max_new_tokens=new, eos=[]) for prompt in given]
         return (
             [out.tokens[0] for out in alone],
@@ -225,7 +276,12 @@ def decoded(compiled: CompiledModel, use: str, given: Any, new: int = NEW, **opt
 
 
 def driven(
-    loop: Any, compiled: CompiledModel, prompt: Any, sampler: Any = None, new: int = NEW
+    loop: Any,
+    compiled: CompiledModel,
+    prompt: Any,
+    sampler: Any = None,
+    new: int = NEW,
+    canvas: Any = None,
 ) -> Any:
     """Tokens of one row, by a loop over a session of its own."""
     row = Row(
@@ -236,7 +292,8 @@ def driven(
         max_context=LONGEST,
     )
     with with_loop(compiled, "dllm-lowconf") as made, made.session() as own:
-        list(loop.tokens(own, [row], DecodeContext()))
+        context = DecodeContext(methods={"canvas": canvas or Whole()})
+        list(loop.tokens(own, [row], context))
         assert own.lengths.tolist() == [len(prompt) + new - 1]
         return row.tokens, own.stats["calls"]
 

@@ -11,9 +11,12 @@ import accel
 from accel.ir.axis import find_axes
 from accel.runtime.session.modes.canvas import CanvasState
 
-from .diffusion_case import LONGEST, MASK, Filler, prompts, with_loop
+from .diffusion_case import LONGEST, MASK, Filler, Slots, prompts, with_loop
 
-LOOP = {"loop": {"use": "dllm-blockcache", "block": 8, "threshold": 0.5}}
+LOOP = {
+    "loop": {"use": "dllm-threshold", "block": 8, "threshold": 0.5},
+    "canvas": {"use": "dllm-blockcache"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,100 @@ def test_rows_go_on_as_others(filler):
         assert np.abs(got - want[[1, 1], 4:8]).max() < 1e-4 * np.abs(want).max()
 
 
+CALLS = ([14, 9], [3, 5], [6, 0], [4, 12], [1, 1], [0, 7], [8, 2])  # tokens of each row
+
+
+def law_any_slots(module, compiled, moved=lambda places: places, calls=CALLS):
+    """Calls of any tokens, batches of rows with different counts, against keys and values that lie by token; `moved`:
+    what the session is told instead.
+    """
+    rng = np.random.default_rng(7)
+    with compiled.session(2) as session:
+        rows = [Slots(module), Slots(module)]
+        held = np.array([0, 0])
+        for counts in calls:
+            width = max(counts)
+            places = np.zeros((2, width), np.int64)
+            for i, n in enumerate(counts):
+                new = int(rng.integers(0, 3)) if held[i] else n
+                old = np.sort(rng.choice(held[i], n - min(new, n), replace=False))
+                its = [*old, *range(held[i], held[i] + min(new, n))]
+                places[i, :n] = its
+                held[i] += min(new, n)
+            tokens = rng.integers(0, MASK, places.shape)
+            got = session.write(tokens, moved(places), counts)
+            for i, n in enumerate(counts):
+                if n:
+                    want = rows[i].write(tokens[i, :n], places[i, :n])
+                    assert np.abs(got[i, :n] - want).max() < 1e-4 * np.abs(want).max()
+            assert session.lengths.tolist() == held.tolist()
+        _holds(session, rows, held)
+        session.rewind(held - [5, 3])  # tokens of the end lie anywhere
+        session.select([1, 0])
+        for row in rows:
+            row.kept = [
+                {p: x for p, x in k.items() if p < len(k) - (5, 3)[rows.index(row)]}
+                for k in row.kept
+            ]
+        ends = (held - [5, 3])[::-1]
+        tokens = rng.integers(0, MASK, (2, 2))
+        places = np.stack([[1, ends[0]], [2, ends[1]]])
+        got = session.write(tokens, places)
+        for i, row in enumerate(rows[::-1]):
+            want = row.write(tokens[i], places[i])
+            assert np.abs(got[i] - want).max() < 1e-4 * np.abs(want).max()
+
+
+def _holds(session, rows, held):
+    """What the buffers hold at each position."""
+    buffers = session._core.backend.buffers()
+    for i, row in enumerate(rows):
+        slots = np.argsort(buffers["kv.pos"][i])[-held[i] :]
+        assert buffers["kv.pos"][i][slots].tolist() == list(range(held[i]))
+        for layer, kept in enumerate(row.kept):
+            want = torch.stack([kept[p][0] for p in range(held[i])], 1).numpy()
+            got = buffers[f"kv.{layer}.k"][i][:, slots]
+            assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_any_tokens_may_be_written(filler, target):
+    module, made = filler
+    law_any_slots(module, made[target])
+
+
+def test_tokens_elsewhere_are_seen(filler):
+    """The control: the tokens of a call one place further down than they are said to be."""
+    module, made = filler
+
+    def moved(places):
+        return np.where(places > 0, places - (np.diff(places, prepend=-1) > 1), places)
+
+    with pytest.raises(AssertionError):
+        law_any_slots(module, made["eager"], moved)
+
+
+def test_tokens_that_lie_together_stay_where_they_are(filler, monkeypatch):
+    """Nothing is copied for a block, nor for what has shrunk at its end; a call of all brings a row in order."""
+    _, made = filler
+    moves = []
+    with made["eager"].session() as session:
+        backend = session._core.backend
+        own = backend.rearrange
+        monkeypatch.setattr(backend, "rearrange", lambda *a: (moves.append(len(a[0])), own(*a)))
+        state = session.observer(CanvasState)
+        session.run([list(range(20))])
+        session.write([[1, 2, 3]], 8)
+        session.write([[1, 2]], [[18, 19]])
+        assert not moves
+        session.write([[1, 2, 3, 4]], [[3, 9, 18, 19]])
+        assert moves == [2] and state.places[0].tolist() != list(range(20))
+        session.write([[1, 2, 3]], [[9, 18, 19]])
+        assert moves == [2]
+        session.write([list(range(20))], 0)
+        assert moves == [2] and state.places[0].tolist() == list(range(20))
+
+
 def test_a_block_leaves_the_others_as_they_were(filler):
     _, made = filler
     tokens = np.random.default_rng(3).integers(0, MASK, (1, 24))
@@ -142,9 +239,15 @@ def test_a_block_leaves_the_others_as_they_were(filler):
     [
         (
             lambda s: s.write([[1, 2]], 7),
-            "start of row 0 is 7, but the row holds 6 tokens; give 0..6",
+            "token 7 of row 0 is written first, but the row holds 6 tokens; give 0..6",
         ),
-        (lambda s: s.write([[1, 2]], 1, [1]), "1 padding columns in front of tokens that it holds"),
+        (lambda s: s.write([[1, 2]], [[4, 4]]), "the places of row 0, at [4, 4], must rise"),
+        (lambda s: s.write([[1, 2]], [[-1, 4]]), "the places of row 0, at [-1, 4], must rise"),
+        (
+            lambda s: s.write([[1, 2]], [[5, 7]]),
+            "row 0 holds 6 tokens, so token 7 cannot be written without token 6",
+        ),
+        (lambda s: s.write([[1, 2]], [[3]]), "at has shape [1, 1]; give [1, 2], as tokens have"),
         (
             lambda s: s.write([[1, 2]], 0, None, [[2]]),
             "rows name columns 2..2 of a call of 2; give 0..1",
@@ -190,7 +293,7 @@ def test_rows_end_where_they_would_in_any_loop(filler):
 
 def test_a_stream_that_is_left_leaves_a_model_to_go_on_with(filler):
     _, made = filler
-    with with_loop(made["eager"], "dllm-blockcache", block=8) as model:
+    with with_loop(made["eager"], "dllm-threshold", "dllm-blockcache", block=8) as model:
         whole = model.generate(prompts()[0], max_new_tokens=20, eos=[]).tokens[0]
         with model.stream(prompts()[0], max_new_tokens=20, eos=[]) as stream:
             assert [next(stream) for _ in range(3)] == whole[:3]
@@ -198,6 +301,7 @@ def test_a_stream_that_is_left_leaves_a_model_to_go_on_with(filler):
 
 
 def test_a_loop_that_ends_early_leaves_the_session_with_its_rows(filler):
+    from accel.runtime.canvas.whole import Whole
     from accel.runtime.decode.context import DecodeContext
     from accel.runtime.decode.row import Row
     from accel.runtime.loop.dllm_lowconf import DllmLowconf
@@ -209,7 +313,8 @@ def test_a_loop_that_ends_early_leaves_the_session_with_its_rows(filler):
             Row(np.array(p), Standard(), np.random.default_rng(0), limit=9, max_context=LONGEST)
             for p in prompts()
         ]
-        came = DllmLowconf(block=4).tokens(session, rows, DecodeContext())
+        context = DecodeContext(methods={"canvas": Whole()})
+        came = DllmLowconf(block=4).tokens(session, rows, context)
         for _ in range(5):
             next(came)
         came.close()
@@ -253,6 +358,19 @@ def test_a_loop_for_another_kind_of_model_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("recipe", "loop"),
+    [
+        ({"canvas": {"use": "dkv-cache"}}, "autoregressive"),
+        ({"loop": {"use": "jacobi"}, "canvas": {"use": "dkv-cache"}}, "jacobi"),
+    ],
+)
+def test_a_canvas_without_a_loop_that_fills_masks_is_refused(recipe, loop):
+    said = refused(Filler(False), recipe)
+    assert f"computes, and loop = {loop} fills no masks; leave [canvas] out" in said
+    assert "ccd, dllm-eb" in said
+
+
+@pytest.mark.parametrize(
     "other", ["snapkv", "kivi-4", "quest", "paged-prefix", "calm", "gemfilter", "batch-invariant"]
 )
 def test_methods_that_go_by_the_order_of_tokens_are_refused(other):
@@ -265,7 +383,6 @@ def test_methods_that_go_by_the_order_of_tokens_are_refused(other):
     ("options", "words"),
     [
         ({"block": 0}, "loop.dllm-lowconf: block is 0; give at least 1"),
-        ({"cache": "dul"}, "loop.dllm-lowconf: cache 'dul' does not exist; did you mean 'dual'"),
         ({"steps": -1}, "loop.dllm-lowconf: steps is -1; give at least 0"),
     ],
 )

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 from accel.reference import tasks
+from accel.runtime.canvas.dllm_blockcache import DllmBlockcache
+from accel.runtime.canvas.whole import Whole
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
@@ -20,12 +22,15 @@ from accel.runtime.sample.standard import Standard
 
 FOLDER = reference_data.REFERENCE / "diffusion"
 NEW = 16
+WHOLE = Whole()
 
 
 @pytest.fixture(scope="module")
 def model():
     with accel.optimize(
-        FOLDER, {"loop": {"use": "dllm-blockcache", "block": NEW}}, max_context=256
+        FOLDER,
+        {"loop": {"use": "dllm-threshold", "block": NEW}, "canvas": {"use": "dllm-blockcache"}},
+        max_context=256,
     ) as compiled:
         yield compiled
 
@@ -34,7 +39,7 @@ def asked(seed, task="key_value"):
     return tasks.make(task, random.Random(f"a test {task} {seed}"), 70)
 
 
-def decoded(model, loop, prompt):
+def decoded(model, loop, prompt, canvas=WHOLE):
     """New tokens and calls."""
     ids = np.array(model.tokenizer.encode(prompt))
     with model.session() as session:
@@ -46,7 +51,7 @@ def decoded(model, loop, prompt):
             max_context=256,
             eos=model.facts.eos,
         )
-        list(loop.tokens(session, [row], DecodeContext()))
+        list(loop.tokens(session, [row], DecodeContext(methods={"canvas": canvas})))
         return row.tokens, int(session.stats["calls"])
 
 
@@ -77,12 +82,12 @@ def test_it_answers_in_few_calls(model):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_freedave_is_one_token_per_call(model, cache):
+@pytest.mark.parametrize("canvas", [WHOLE, DllmBlockcache()], ids=["whole", "dual"])
+def test_freedave_is_one_token_per_call(model, canvas):
     saved = others = 0
     for prompt in (asked(0, "copy")[0], asked(1)[0], "def total(items):\n    result ="):
-        want, most = decoded(model, DllmLowconf(block=NEW, cache=cache), prompt)
-        got, calls = decoded(model, Freedave(block=NEW, cache=cache), prompt)
+        want, most = decoded(model, DllmLowconf(block=NEW), prompt, canvas)
+        got, calls = decoded(model, Freedave(block=NEW), prompt, canvas)
         assert got == want
         saved += most - calls
         others += decoded(model, DllmThreshold(block=NEW, threshold=0.0), prompt)[0] != want

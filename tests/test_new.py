@@ -25,6 +25,7 @@ from accel.ir.recipe import Recipe
 from accel.runtime.decode.row import Row
 from accel.runtime.sample.standard import Standard
 
+from .diffusion_case import BLOCK, decoded, eager, prompts
 from .kv_slots import choose, slots
 
 AXES, ROOT = find_axes(), Path(__file__).parents[1]
@@ -92,6 +93,16 @@ def test_a_started_loop_of_masked_diffusion_is_three_files(started):
     assert recipe == Path("recipes", "diffusion", f"{NAME}.toml")
     assert test == Path("tests", "runtime", "loop", f"test_{STEM}.py")
     assert "CASES = [Case({}, surest(1))]" in made[test] and "matrix" not in made[test]
+
+
+def test_a_started_canvas_is_three_files_and_decodes(started):
+    """With nothing edited; its own test file has the rule that the law compares it with."""
+    method, recipe, test = started("canvas")
+    assert method == Path("runtime", "canvas", f"{STEM}.py")
+    assert recipe == Path("recipes", "diffusion", f"{NAME}.toml")
+    assert test == Path("tests", "runtime", "canvas", f"test_{STEM}.py")
+    out = decoded(eager(True)[1], "dllm-lowconf", prompts(), canvas=NAME, block=BLOCK)
+    assert out[0] == out[2] and out[0] != decoded(eager(True)[1], "dllm-lowconf", prompts())[0]
 
 
 def test_a_started_sampler_is_three_files_and_requests_draw_with_it(started, toy_sampled):

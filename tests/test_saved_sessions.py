@@ -67,7 +67,10 @@ def model(stateful):
         if name in made:
             return made[name]
         if name == "filler":
-            loop = {"loop": {"use": "dllm-blockcache", "block": 8, "threshold": 0.5}}
+            loop = {
+                "loop": {"use": "dllm-threshold", "block": 8, "threshold": 0.5},
+                "canvas": {"use": "dllm-blockcache"},
+            }
             found = accel.optimize(
                 Filler(True).eval(), loop, target="eager", max_context=LONGEST, max_batch=2
             )

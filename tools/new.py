@@ -27,7 +27,14 @@ from accel.ir.errors import RecipeError, unknown
 from accel.ir.recipe import Recipe, bundled
 
 ROOT = Path(__file__).resolve().parents[1]
-HOST = ("draft", "length", "loop", "tree", "verify")  # `matrix_loops.py` compares their tokens
+HOST = (
+    "canvas",
+    "draft",
+    "length",
+    "loop",
+    "tree",
+    "verify",
+)  # `matrix_loops.py` compares their tokens
 SERVING = ("schedule",)  # an engine's: nothing of a build or of one request
 TEMPLATE = "_template"
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -70,7 +77,9 @@ def group_of(axis: Axis, like: str = "") -> Path:
         path.parent
         for path in sorted((ROOT / "recipes").glob("*/[!_]*.toml"))
         if (table := Recipe.load(path).tables.get(axis.name)) is not None
-        and (table["use"] == like if like else path.parent.name != "diffusion")
+        and (
+            table["use"] == like if like else path.parent.name != "diffusion" or axis.name != "loop"
+        )
     )
     return max(
         having, key=having.__getitem__, default=ROOT / "recipes" / axis.name.partition(".")[0]

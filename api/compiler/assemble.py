@@ -104,6 +104,7 @@ def assemble_alone(recipe: Recipe) -> Plan:
         plan.methods[name] = method
         if isinstance(method, Rewriting):
             plan.passes += method.steps()
+    _canvas(plan, axes)
     _draft(plan, axes)
     if "kv.score" in plan.methods:
         _evict(plan, axes)
@@ -179,6 +180,17 @@ def _embeds(plan: Plan, facts: Any) -> None:
         raise RecipeError(
             f"recipe '{plan.recipe.name}': {named}: {facts.name} gives vectors, not text, and accel computes these as "
             "the model does; give the recipe 'base'"
+        )
+
+
+def _canvas(plan: Plan, axes: dict[str, Axis]) -> None:
+    """Refuse what is of loops that fill masks beside another loop. Raises RecipeError."""
+    loop = plan.methods.get("loop") or axes["loop"].build("autoregressive")
+    if "canvas" in plan.methods and "canvas" not in loop.asks:
+        fills = [n for n in axes["loop"].names() if "canvas" in axes["loop"].method(n).asks]
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': canvas sets which slots of masked text a call computes, and loop = "
+            f"{loop.use} fills no masks; leave [canvas] out, or give [loop] with one of {', '.join(fills)}"
         )
 
 

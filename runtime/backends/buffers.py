@@ -119,6 +119,17 @@ def drop(state: Sequence[StateValue], buffers: Mapping[str, npt.NDArray[Any]], f
                 slots[stay:] = value.fill
 
 
+def rearrange(
+    state: Sequence[StateValue], buffers: Mapping[str, Any], rows: Any, to: Any, source: Any
+) -> None:
+    """See protocol.BackendSession, over buffers, arrays or tensors."""
+    for value in state:
+        if "C" in value.shape and value.name in buffers:
+            buffer = buffers[value.name]
+            heads = (slice(None),) * (value.shape.index("C") - 1)
+            buffer[(rows, *heads, to)] = buffer[(rows, *heads, source)]
+
+
 def forgettable(value: Any) -> bool:
     """Whether a state value's slots may hold what rewinding alone does not hide: kept tokens, and the
     positions of layers that saw a prompt pruned; or it is of a whole row that starts anew.

@@ -21,7 +21,14 @@ from accel.ir.entries.step import LOGITS, STEP, is_extra
 from accel.ir.sizes import grows
 from accel.ir.state import Part, output_of, state_of
 from accel.ir.window import SLOTS
-from accel.runtime.backends.buffers import forgettable, kept_slots, recent_slots, sizes_of, trimmed
+from accel.runtime.backends.buffers import (
+    forgettable,
+    kept_slots,
+    rearrange,
+    recent_slots,
+    sizes_of,
+    trimmed,
+)
 from accel.runtime.backends.protocol import Compression, alike, call_inputs
 from accel.runtime.call import Arrays, Embeds, Logits, Outputs
 from accel.runtime.inputs.ints import Bools, Ints
@@ -173,6 +180,11 @@ class EagerSession:
                 slots.copy_(slots.roll(-gone, 0))
                 if value.positions:
                     slots[len(slots) - gone :] = value.fill
+
+    def rearrange(self, rows: Ints, to: Ints, source: Ints) -> None:
+        """See protocol.BackendSession."""
+        where = map(self._tensor, (rows, to, source))
+        rearrange(self._program.state, self._state, *where)
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """See protocol.BackendSession."""

@@ -82,6 +82,9 @@ class BackendSession(Protocol):
         does, in place; those behind are empty.
         """
 
+    def rearrange(self, rows: Ints, to: Ints, source: Ints) -> None:
+        """Let slot to[i] of row rows[i] hold what its slot source[i] does, in place; no slot is in both."""
+
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """Empty the kept part of the state of these rows (a bool mask [B]), and the slots of layers that
         see a prompt pruned.

@@ -19,7 +19,14 @@ from accel.runtime.session.session import Session
 
 __all__ = ["HOST", "Base", "check_rows", "chosen", "in_rounds"]
 
-HOST = ("draft", "loop", "length", "tree", "verify")  # what decides between calls of the model
+HOST = (
+    "canvas",
+    "draft",
+    "loop",
+    "length",
+    "tree",
+    "verify",
+)  # what decides between calls of the model
 
 
 def chosen(tables: Any) -> tuple[Base, dict[str, Any]]:

@@ -14,7 +14,7 @@ from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
-from accel.runtime.loop._canvas import CACHES, Canvas, Guess, Place
+from accel.runtime.loop._canvas import Canvas, Guess, Place
 from accel.runtime.session.session import Session
 
 
@@ -25,21 +25,22 @@ class Blocks(Base):
 
     A call gives a token and its confidence for each mask; the method selects the tokens to keep, which do
     not change again.
-    Tokens are emitted when all tokens before them are known. `cache`: the keys and values that calls after a block's
-    first reuse: none; prefix: those before the block; dual: also those after it (arXiv:2505.22618).
+    Tokens are emitted when all tokens before them are known. What a call computes, and what it reads from the cache,
+    is up to the method of `canvas`.
     """
 
     block: int = option(32, least=1)
-    cache: str = option("none", one_of=CACHES)
 
+    asks = {"canvas": "whole"}
+    weighs = False
     rest: ClassVar[bool] = False  # whether calls are asked of the masks behind the block
     masked_diffusion = True
     breaks = frozenset({Invariant.APPEND_ONLY})
 
     @property
     def grade(self) -> str:
-        """Whether tokens are those of one token per call and nothing cached."""
-        return "approximate" if self.cache != "none" or not self.static else "lossless"
+        """Whether tokens are those of one token per call, of what calls compute."""
+        return "lossless" if self.static else "approximate"
 
     @property
     def ways(self) -> int:
@@ -57,7 +58,8 @@ class Blocks(Base):
         if all(row.finish for row in rows):
             return
         memory = [self.begin(row) for row in rows]
-        canvas = Canvas(session, rows, self.block, self.cache, self.ways, memory)
+        method = context.methods["canvas"]
+        canvas = Canvas(session, rows, self.block, method, self.ways, memory)
         try:
             while canvas.advance():
                 yield from self.fill(canvas)

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import InputError
+from accel.ir.errors import AccelError, InputError
+from accel.runtime.canvas import Base, Mask, Sheet
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.modes.canvas import CanvasState
 from accel.runtime.session.session import Session
 
-CACHES = ("none", "prefix", "dual")
-Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.floating[Any]]
 
 
@@ -93,8 +92,8 @@ class Place:
 class Canvas:
     """One group of rows: each is its prompt and as many masks as it may take tokens, and goes from block to block.
 
-    `branches`: rows that the session then has for each, which may hold different tokens of the block. `memory`: what
-    the loop keeps of each row.
+    `method`: which slots calls compute. `branches`: rows that the session then has for each, which may hold different
+    tokens of the block. `memory`: what the loop keeps of each row.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Canvas:
         session: Session,
         rows: list[Row],
         block: int,
-        cache: str,
+        method: Base,
         branches: int = 1,
         memory: Sequence[Any] = (),
     ):
@@ -112,7 +111,7 @@ class Canvas:
                 "this loop needs a masked-diffusion model, but the model decodes token by token; "
                 "build it with loop = autoregressive"
             )
-        self.session, self.rows, self._block, self._cache = session, rows, block, cache
+        self.session, self.rows, self._block, self._method = session, rows, block, method
         self._mask, self._shift = canvas.diffusion.mask, int(canvas.diffusion.shift)
         self.branches, self._memory = branches, memory
         if branches > 1:
@@ -126,11 +125,12 @@ class Canvas:
             row.began = perf_counter()  # a prompt runs with its masks, in every call
             ids[:, : row.prompt.size] = row.prompt[: ids.shape[1]]
             hidden[row.prompt.size : end] = True
-        self._fresh = True  # no call yet in this block
+        self._step = 0  # calls of this block
+        self._age = np.zeros(self.open.shape, np.int64)
 
     def advance(self) -> bool:
         """Go to the next block; whether any row has one."""
-        self.first, self._fresh = self.last, True
+        self.first, self._step = self.last, 0
         self.last = np.minimum(self.first + self._block, self.ends)
         return bool(self.live.any())
 
@@ -161,60 +161,79 @@ class Canvas:
 
     def look(self, rest: bool = False) -> dict[int, Guess]:
         """One call; what it says of the masks in the block of each row that waits for some (`rest`: and of those
-        behind it, where the call sees them anew).
+        behind it) and that it computes.
         """
         found = self.branch_out(self.waiting.astype(np.int64), self.open[:, None], rest)
         return {i: guesses[0] for i, guesses in found.items()}
 
     def branch_out(self, counts: Ints, hidden: Mask, rest: bool = False) -> dict[int, list[Guess]]:
         """One call of the first `counts` [B] branches of each row; what it says of the slots that are `hidden`
-        [B,branches,W] in each, and which tokens a branch holds, its `ids` say.
-
-        Of a block's first call, and where nothing is cached, of the whole canvas; else of what the cache says:
-        `prefix` of all from the block on, `dual` of the block. Logits of a slot may be those of the token
-        before it, which is then written too.
+        [B,branches,W] in each, and which tokens a branch holds, its `ids` say. It computes the slots that the method
+        names; logits of a slot may be those of the slot before it.
         """
-        used = (np.arange(self.branches) < counts[:, None]).reshape(-1)
-        whole = self._fresh or self._cache == "none"
-        if whole and self._cache != "none":  # what a later call of a branch shall find
-            used = np.repeat(self.waiting, self.branches)
-        start = np.zeros_like(self.first) if whole else self.first - self._shift
-        stop = self.last if self._cache == "dual" and not whole else self.ends
-        asked = stop if rest else self.last
-        each = [np.repeat(part, self.branches) for part in (start, stop - start, self.first, asked)]
-        logits = self._called(used, *each)
-        self._fresh = False
-        found: dict[int, list[Guess]] = {}
+        fed, asked = {}, {}
         for i in np.flatnonzero(counts).tolist():
-            part = logits[i * self.branches :, : asked[i] - self.first[i]]
+            end = int(self.ends[i])
+            sheet = self._sheet(i)
+            fed[i] = self._method.feeds(sheet) | (
+                sheet.at >= self.session.lengths[i * self.branches]
+            )
+            slots = sheet.at[self.first[i] : end if rest else self.last[i]]
+            slots = slots[hidden[i, : counts[i], slots].any(axis=1)]
+            asked[i] = slots[fed[i][np.maximum(slots - self._shift, 0)]]
+            if not (asked[i] < self.last[i]).any():
+                raise AccelError(
+                    f"{self._method.full_name} computes no mask of the block that row {i} is at (call {self._step} of "
+                    "it); let feeds name one or more (Sheet.asked)"
+                )
+        logits = self._called(counts, fed, asked)
+        self._step += 1
+        for i in fed:
+            self._age[i] = np.where(self.open[i], 0, self._age[i] + 1)
+        found: dict[int, list[Guess]] = {}
+        for i, slots in asked.items():
+            part = logits[i * self.branches :, : slots.size]
             found[i] = [
-                self._guess(i, self.ids[i, j], hidden[i, j], part[j]) for j in range(counts[i])
+                self._guess(i, self.ids[i, j], hidden[i, j], slots, part[j])
+                for j in range(counts[i])
             ]
         return found
 
-    def _called(self, used: Mask, start: Ints, size: Ints, first: Ints, asked: Ints) -> Floats:
-        """Write each session row that is `used` from `start` on; logits [B,N,V] of slots `first` to `asked`."""
-        held = self.session.lengths
-        counts = np.where(used, size, 0)
-        start = np.where(used, start, held)
-        flat = self.ids.reshape(len(used), -1)
-        columns = start[:, None] + np.arange(int(counts.max()))
-        tokens = np.take_along_axis(flat, np.minimum(columns, flat.shape[1] - 1), 1)
-        wide = np.arange(int((asked - first)[used].max()))
-        rows = np.clip((first - self._shift - start)[:, None] + wide, 0, columns.shape[1] - 1)
-        return self.session.write(tokens, start, counts, rows)
+    def _sheet(self, i: int) -> Sheet:
+        """A row as the method sees it."""
+        end = int(self.ends[i])
+        place = self._step, int(self.first[i]), int(self.last[i])
+        return Sheet(*place, self.open[i, :end], self._age[i, :end], self._shift)
 
-    def _guess(self, i: int, ids: Ints, hidden: Mask, logits: Floats) -> Guess:
-        """What logits [n,V] from the block's begin on say of the slots that are `hidden` [W] of a row that holds
-        `ids` [W]. No guess is the mask, and samplers see the tokens up to the first slot that is hidden.
+    def _called(self, counts: Ints, fed: dict[int, Mask], asked: dict[int, Ints]) -> Floats:
+        """Write the slots that are `fed` [W] of the first `counts` branches of each row, or of all branches where later
+        calls of these may read them; logits [B,N,V] of the slots that are `asked` [N].
+        """
+        later = self.branches > 1 and self._method.reads and not self._step
+        sizes = np.zeros((len(self.rows), self.branches), np.int64)
+        places = np.zeros((*sizes.shape, max(int(one.sum()) for one in fed.values())), np.int64)
+        columns = np.zeros((*sizes.shape, max(one.size for one in asked.values())), np.int64)
+        for i, one in fed.items():
+            slots = np.flatnonzero(one)
+            sizes[i, : None if later else counts[i]] = slots.size
+            places[i, :, : slots.size] = slots
+            columns[i, :, : asked[i].size] = slots.searchsorted(
+                np.maximum(asked[i] - self._shift, 0)
+            )
+        tokens = np.take_along_axis(self.ids, places, 2)
+        each = [part.reshape(-1, part.shape[2]) for part in (tokens, places, columns)]
+        return self.session.write(*each[:2], sizes.reshape(-1), each[2])
+
+    def _guess(self, i: int, ids: Ints, hidden: Mask, slots: Ints, logits: Floats) -> Guess:
+        """What logits [n,V] of slots [n] say of those that are `hidden` [W] of a row that holds `ids` [W]. No guess is
+        the mask, and samplers see the tokens up to the block's first slot that is hidden.
         """
         row, first = self.rows[i], int(self.first[i])
-        slots = first + np.flatnonzero(hidden[first : first + len(logits)])
-        scores = logits[slots - first]
+        slots, scores = slots[hidden[slots]], logits[hidden[slots]]
         scores[:, self._mask] = -np.inf
         tokens = row.sampler.choices(scores)
         if tokens is None:
-            seen = ids[: slots[0]]
+            seen = ids[: first + int(hidden[first:].argmax())]
             tokens = np.array([row.sampler(one, seen, row.rng) for one in scores], np.int64)
         return Guess.of(slots, tokens, scores)
 

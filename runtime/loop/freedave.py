@@ -10,6 +10,7 @@ import numpy as np
 
 from accel.ir.axis import option
 from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
 from accel.runtime.loop._blocks import Blocks
 from accel.runtime.loop._canvas import Canvas, Guess, Place
 
@@ -20,10 +21,13 @@ class Freedave(Blocks):
     next call takes all candidates, each in a row of its own, and says what one step makes of each; from the first on,
     which is that step's result, candidates stand as long as one is what a step makes of the one before it.
 
-    So the tokens are those of `dllm-lowconf` with one token per call and the same `cache`, in fewer calls. Greedy only.
+    So the tokens are those of `dllm-lowconf` with one token per call and the same `canvas`, in fewer calls. Greedy
+    only.
     """
 
     drafts: int = option(4, least=1, most=64)
+
+    relies = frozenset({Invariant.FED_BY_BLOCK})  # a call stands for several
 
     @property
     def ways(self) -> int:

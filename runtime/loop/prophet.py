@@ -15,7 +15,7 @@ from accel.runtime.loop.dllm_lowconf import DllmLowconf
 class Prophet(DllmLowconf):
     """`dllm-lowconf`, until the best logits of a row's masks lead the second ones by `early` on average in the first
     third of its steps, by `middle` in the second, by `late` in the last. The row then takes what that call says
-    of every mask: with `cache` = dual, which sees the block alone, of those in the block.
+    of every mask that it computes: of `canvas` = dllm-blockcache, dual, those in the block.
     """
 
     early: float = option(7.5)

@@ -25,7 +25,7 @@ class Sched(DllmLowconf):
     `over`: the leads' mean, median or least. `rate`: of the exponential schedule. `patience`: for more than so many
     calls the share of the masks whose best token changed was at most `most_changed`; -1: whether they changed does not
     matter. The staircase has `high`, the middle and `low`, a third of the steps each: with `patience` = -1, `prophet`.
-    With `cache` = dual only masks of the block are seen.
+    Masks that a call does not compute (`canvas`) are not seen.
     """
 
     high: float = option(7.5)

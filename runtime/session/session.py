@@ -403,14 +403,14 @@ class Session:
             )
         return editable.edit(core, start, stop, tokens, row)
 
-    def write(self, tokens: Any, start: Any, lengths: Any = None, rows: Any = None) -> Logits:
-        """Overwrite or append tokens [B,T] from position `start` on, and return the logits [B,N,V] of
-        columns `rows` [B,N]
-        (default: all). Needs a masked-diffusion model. Other tokens of the row keep their keys and values.
+    def write(self, tokens: Any, at: Any, lengths: Any = None, rows: Any = None) -> Logits:
+        """Overwrite or append tokens [B,T], and return the logits [B,N,V] of columns `rows` [B,N] (default: all).
+        Needs a masked-diffusion model. Other tokens of the row keep their keys and values.
 
-        `start`: an int or [B], at most the row's length. `lengths` [B], each 0..T: valid tokens; the rest, on the
-        right, is padding, which is allowed only at the end of a row. Raises InputError; after any other
-        error the tokens from `start` on must be written again.
+        `at`: the place in its row of the first token, an int or [B], at most the row's length; the others follow it. Or
+        the place of each token, [B,T], rising; what comes behind all that a row holds leaves no gap. `lengths` [B],
+        each 0..T: valid tokens; the rest, on the right, is padding. Raises InputError; after any other error the
+        tokens of the call must be written again.
         """
         core = self._open()
         if (canvas := self.observer(CanvasState)) is None:
@@ -418,7 +418,7 @@ class Session:
                 "this model is causal, so cached tokens cannot be overwritten; rewind and run new "
                 "tokens instead"
             )
-        return canvas.write(core, tokens, start, lengths, rows)
+        return canvas.write(core, tokens, at, lengths, rows)
 
     def rewind(self, length: Any) -> None:
         """Remove all tokens from `length` on: an int, or one per row [B].

@@ -14,9 +14,9 @@ from accel.runtime.decode.context import DecodeContext, Model
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import same_tokens
+from accel.runtime.session.observers.token_log import Log
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import steps_of
-from accel.runtime.token_log import Log
 
 TAIL, BACK, WIDE = (
     16,

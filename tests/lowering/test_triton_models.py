@@ -23,6 +23,7 @@ from accel.passes.state.trees import Trees
 from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.model.compiled import CompiledModel
 
+from .. import diffusion_case, test_canvas
 from ..session_ways import close
 from ..tree_case import PARENTS, ancestors
 from .triton_case import needs_gpu, on_device
@@ -70,6 +71,14 @@ def driven(model: CompiledModel) -> list[np.ndarray]:
 def test_every_call_of_a_session_is_as_on_the_eager_target(both):
     for got, want in zip(driven(both[1]), driven(both[2]), strict=True):
         close(got, want)
+
+
+@pytest.mark.long
+def test_any_tokens_of_a_canvas_are_written():
+    """Which are brought together in the buffers that the step reads."""
+    module, compiled = diffusion_case.eager(False)
+    with beside(compiled) as model:
+        test_canvas.law_any_slots(module, model, calls=[[9, 8], [3, 2]])
 
 
 @pytest.mark.few(1)

@@ -1,11 +1,13 @@
 """Loops that fill masks, on the bundled masked-diffusion model or the block-diffusion one: calls, tokens per second,
 exact answers.
 
-    python tools/bench/bench_diffusion.py [--model FOLDER] [--prompts N] [--new N] [--block K] [--json FILE]
+    python tools/bench/bench_diffusion.py [--model FOLDER] [--prompts N] [--new N] [--block K] [--loops NAME …]
+        [--json FILE]
 
 Every loop decodes every prompt, one after the other, so that whatever else runs on the machine meets all alike. Of each
 prompt the speed is compared with that of one token per call; the median of those ratios is told, with calls, exact
-answers, and the share of answers that are, token by token, those of one token per call.
+answers, the share of answers that are, token by token, those of one token per call, and the share of the canvas that
+calls compute.
 """
 
 from __future__ import annotations
@@ -27,40 +29,50 @@ from turns import head, row
 
 import accel
 from accel.ir.axis import find_axes, host_method
+from accel.runtime.session.session import Session
 
 PLAIN, PLAIN_OF_BLOCKS = "dllm-lowconf", "autoregressive"
-VARIED: dict[
-    str, dict[str, Any]
-] = {  # name -> loop table, of loops with other options than their defaults
-    "dllm-threshold, factor 1": {"use": "dllm-threshold", "factor": 1.0},
-    "dllm-blockcache, prefix": {"use": "dllm-blockcache", "cache": "prefix"},
-    "dllm-lowconf, dual": {"use": "dllm-lowconf", "cache": "dual"},
-    "freedave, dual": {"use": "freedave", "cache": "dual"},
-    "localleap, dual": {"use": "localleap", "cache": "dual"},
-    "dllm-entropy, one block": {"use": "dllm-entropy", "block": 1 << 20},
+DUAL = {"use": "dllm-blockcache"}
+Tables = tuple[dict[str, Any], dict[str, Any]]  # of the loop, and of the canvas
+VARIED: dict[str, Tables] = {  # loops with other options than their defaults
+    "dllm-threshold, factor 1": ({"use": "dllm-threshold", "factor": 1.0}, {}),
+    "dllm-threshold, prefix": ({"use": "dllm-threshold"}, {**DUAL, "cache": "prefix"}),
+    "freedave, dual": ({"use": "freedave"}, DUAL),
+    "localleap, dual": ({"use": "localleap"}, DUAL),
+    "dllm-entropy, one block": ({"use": "dllm-entropy", "block": 1 << 20}, {}),
 }
-VARIED_OF_BLOCKS: dict[str, dict[str, Any]] = {
-    f"{name}, {option} {value:g}": {"use": name, option: value}
+VARIED_OF_BLOCKS: dict[str, Tables] = {
+    f"{name}, {option} {value:g}": ({"use": name, option: value}, {})
     for name, option, values in (
         ("nbdiff", "threshold", (0.5, 0.99)),
         ("sbd", "gamma", (0.01, 1.0)),
         ("sdlm", "threshold", (0.5, 0.99)),
     )
     for value in values
-} | {"sdlm, checks": {"use": "sdlm", "checks": True}}
+} | {"sdlm, checks": ({"use": "sdlm", "checks": True}, {})}
+CACHED = ("dllm-lowconf", "dllm-threshold")  # loops that are tried with every method of `canvas`
 TASKS = ("key_value", "copy", "rest")
 
 
-def loops(blocks: bool, block: int) -> dict[str, dict[str, Any]]:
+def loops(blocks: bool, block: int, only: list[str] | None = None) -> dict[str, Tables]:
     """Every loop that fills masks, of blocks behind a causal cache or of a whole answer, in blocks of so many slots;
-    the one that all are compared with first: name -> loop table.
+    the one that all are compared with first, and some with what their calls compute. `only`: those of these names, and
+    the first.
     """
-    axis, plain = find_axes()["loop"], PLAIN_OF_BLOCKS if blocks else PLAIN
+    axis, canvas = find_axes()["loop"], find_axes()["canvas"]
     kinds = {name: axis.method(name) for name in axis.names()}
     fills = [n for n, kind in kinds.items() if (kind.blocks if blocks else kind.masked_diffusion)]
-    tables = {n: {"use": n} for n in fills} | (VARIED_OF_BLOCKS if blocks else VARIED)
-    sized = {n: {"block": block, **table} for n, table in tables.items()}
-    return {plain: {"use": plain} if blocks else sized[plain], **sized}
+    tables: dict[str, Tables] = {n: ({"use": n}, {}) for n in fills}
+    for loop in () if blocks else CACHED:
+        others = [name for name in canvas.names() if name != "whole"]
+        tables |= {f"{loop}, {name}": ({"use": loop}, {"use": name}) for name in others}
+    tables |= VARIED_OF_BLOCKS if blocks else VARIED
+    sized = {n: ({"block": block, **loop}, held) for n, (loop, held) in tables.items()}
+    first: dict[str, Tables] = (
+        {PLAIN_OF_BLOCKS: ({"use": PLAIN_OF_BLOCKS}, {})} if blocks else {PLAIN: sized[PLAIN]}
+    )
+    found = {**first, **sized}
+    return found if only is None else {n: t for n, t in found.items() if n in (*first, *only)}
 
 
 def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[str, str]]:
@@ -77,19 +89,32 @@ def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[st
 
 def measure(model: Any, given: Any) -> list[dict[str, Any]]:
     """A line for each loop, task and prompt."""
-    found = []
+    found, shares = [], list[float]()
+    own = Session.write
+
+    def write(session: Session, tokens: Any, at: Any, lengths: Any, rows: Any) -> Any:
+        logits = own(session, tokens, at, lengths, rows)
+        shares.append(lengths.max() / session.length)
+        return logits
+
+    Session.write = write  # type: ignore[method-assign]
     for task in given.tasks:
         for number, (prompt, answer) in enumerate(
             questions(task, given.prompts, given.tokens, given.new)
         ):
-            for name, table in loops(model.facts.blocks is not None, given.block).items():
-                model._loop = host_method({"loop": table}, "loop", PLAIN)
+            every = loops(model.facts.blocks is not None, given.block, given.loops)
+            for name, (table, canvas) in every.items():
+                tables = {"loop": table, "canvas": canvas}
+                model._loop = host_method(tables, "loop", PLAIN)
+                model._methods = {"canvas": host_method(tables, "canvas", "whole")}
+                shares.clear()
                 start = time.perf_counter()
                 out = model.generate(prompt, max_new_tokens=given.new)
                 seconds = time.perf_counter() - start
                 right = out.text[0].removesuffix("<|eos|>") == answer
                 one = {"task": task, "prompt": number, "loop": name, "right": right}
                 one |= {"calls": out.stats["calls"], "tokens": len(out.tokens[0])}
+                one["share"] = statistics.mean(shares) if shares else None
                 found.append(one | {"seconds": seconds, "ids": out.tokens[0]})
     return found
 
@@ -99,7 +124,8 @@ def table(lines: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(x["loop"] for x in lines))
     plain = {(x["task"], x["prompt"]): x for x in lines if x["loop"] == names[0]}
     plainly = ("as one token per call", "tokens per call", "calls, of one token per call")
-    figures = ("exact answers", *plainly, "tokens/s", "of one token per call")
+    computed = "slots computed per call"
+    figures = ("exact answers", *plainly, computed, "tokens/s", "of one token per call")
     head("task", "loop", *(f">{name}" for name in figures))
     for task in dict.fromkeys(x["task"] for x in lines):
         for name in names:
@@ -112,7 +138,10 @@ def table(lines: list[dict[str, Any]]) -> None:
             right = statistics.mean(x["right"] for x in some)
             same = statistics.mean(x["ids"] == b["ids"] for x, b in pairs)
             fewer = sum(b["calls"] for b in base) / calls
-            of = (f"{tokens / calls:.2f}", f"1/{fewer:.1f}", f"{speed:.0f}")
+            share = "-"  # of blocks behind a causal cache, which calls compute alone
+            if some[0]["share"] is not None:
+                share = f"{sum(x['share'] * x['calls'] for x in some) / calls:.0%}"
+            of = (f"{tokens / calls:.2f}", f"1/{fewer:.1f}", share, f"{speed:.0f}")
             gain = f"{statistics.median(ratios):.2f}"
             row(f"`{task}`", name, f"{right:.0%}", f"{same:.0%}", *of, gain)
 
@@ -123,6 +152,12 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=REFERENCE / "diffusion")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument(
+        "--loops",
+        nargs="+",
+        choices=[*loops(False, 1), *loops(True, 1)],
+        help="those alone, and the first",
+    )
     parser.add_argument("--prompts", type=int, default=20, help="of each task")
     parser.add_argument("--tokens", type=int, default=100, help="of a prompt, about")
     parser.add_argument("--new", type=int, default=64, help="tokens that there is room for")

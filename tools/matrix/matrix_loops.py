@@ -67,15 +67,23 @@ FREE = Costs((1, 32), (1.0, 1.0))  # what calls cost, for all that the guard kno
 CLOSE = 1e-3  # between the best two logits, of the largest: a token that rounding may turn
 
 
+def _fills(axis: str, name: str) -> bool:
+    """Whether a method is for models that fill masks."""
+    return getattr(find_axes()[axis].method(name), "masked_diffusion", False)
+
+
 def cases() -> list[Case]:
     """Each method between calls, the rest of a recipe by default: with none of the graph, on every architecture; with
     each of the graph on the first; on each other one with one of each axis of the graph. Loops that fill masks are for
     other models.
     """
     axes = {name: axis.names() for name, axis in find_axes().items()}
-    fill = {name for name in axes["loop"] if find_axes()["loop"].method(name).masked_diffusion}
-    left = {"loop": {"autoregressive", "speculative", *fill}}
-    hosts = {a: [m for m in axes[a] if m not in left.get(a, ())] for a in HOST if a in axes}
+    left = {"loop": {"autoregressive", "speculative"}}
+    hosts = {
+        a: some
+        for a in HOST
+        if (some := [m for m in axes[a] if m not in left.get(a, ()) and not _fills(a, m)])
+    }
     graph = {a: names for a, names in sorted(axes.items()) if a.partition(".")[0] in AXES}
     found = []
     for turn, architecture in enumerate(ARCHITECTURES):

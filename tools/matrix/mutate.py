@@ -34,6 +34,7 @@ DEFAULT = [
     "passes/kv/score", "passes/kv/keep", "passes/kv/refine", "passes/kv/select", "passes/kv/codec",
     "passes/prefill/prune", "passes/prefill/sparse", "passes/depth", "runtime/kv/budget",
     "runtime/kv/when", "runtime/verify", "runtime/draft", "runtime/sample", "runtime/length",
+    "runtime/canvas",
 ]  # fmt: skip
 SLACK = 30.0  # seconds that a mutant may take beyond three times its tests
 

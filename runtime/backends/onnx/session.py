@@ -27,6 +27,7 @@ from accel.runtime.backends.buffers import (
     forgettable,
     kept_slots,
     moved,
+    rearrange,
     recent_slots,
     sizes_of,
     trimmed,
@@ -269,6 +270,10 @@ class OrtSession:
     def drop(self, first: Ints) -> None:
         """See protocol.BackendSession."""
         drop(self._state, self._buffers, first)
+
+    def rearrange(self, rows: Ints, to: Ints, source: Ints) -> None:
+        """See protocol.BackendSession."""
+        rearrange(self._state, self._buffers, rows, to, source)
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """See protocol.BackendSession. Of what forks may share, a copy is changed. Buffers that are not there, such as

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from accel.ir.diffusion import Diffusion
 from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Logits
 from accel.runtime.inputs.calls import call_tokens
 from accel.runtime.inputs.ints import Ints, as_ints
-from accel.runtime.rows import PerRow
+from accel.runtime.rows import ByRow, PerRow
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
@@ -23,14 +24,18 @@ from accel.runtime.session.observers.observer import (
 
 
 class CanvasState(SessionObserver, PromptRunner):
-    """Slots that may be in sight. The i-th slot of a row holds token i, and its tokens see those after them too.
+    """Slots that may be in sight. Slot i of a row holds token `places[i]`, and its tokens see those after them too.
 
     What a token is to others, its keys and values, is of when it was last written: `write` tells those of a call
     what the row holds at that time, and those outside of it nothing. A call is never cut, so that its tokens see
     each other.
+
+    A call writes slots side by side, and attention goes by positions. So tokens that lie apart are brought together
+    first: they get slots next to each other, and tokens that lay there go where those were.
     """
 
     filled: PerRow  # tokens, and those forgotten since
+    places: Annotated[Ints, ByRow(fill=-1)]  # [B,W], as far as a row holds tokens
 
     rewrites = True
     capabilities = Capabilities(width=1, chunks=False)  # rows of a call see each other
@@ -38,6 +43,7 @@ class CanvasState(SessionObserver, PromptRunner):
     def __init__(self, diffusion: Diffusion | None, batch: int):
         self.diffusion = diffusion
         self.filled = np.zeros(batch, np.int64)
+        self.places = np.zeros((batch, 0), np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -45,27 +51,44 @@ class CanvasState(SessionObserver, PromptRunner):
         facts = model.facts
         return ObserverFactory(lambda n: cls(facts.diffusion, n)) if facts.both_ways else None
 
-    def write(self, calls: Calls, tokens: Any, start: Any, lengths: Any, rows: Any) -> Logits:
+    def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
+        """See SessionObserver: what stays goes into the first slots."""
+        moves = _Moves()
+        for row in np.flatnonzero(new_lengths < lengths).tolist():
+            stay = int(new_lengths[row])
+            held = self.places[row, : lengths[row]]
+            moves.add(
+                row,
+                held,
+                np.flatnonzero(held[:stay] >= stay),
+                stay + np.flatnonzero(held[stay:] < stay),
+            )
+        moves.make(backend)
+        return False
+
+    def write(self, calls: Calls, tokens: Any, at: Any, lengths: Any, rows: Any) -> Logits:
         """See `Session.write`."""
-        before = calls.lengths
-        first = np.broadcast_to(as_ints(start, "start"), before.shape)
-        if (bad := (first < 0) | (first > before)).any():
-            row = int(bad.argmax())
-            raise InputError(
-                f"start of row {row} is {first[row]}, but the row holds {before[row]} tokens; give "
-                f"0..{before[row]}"
-            )
-        ids, real = call_tokens(tokens, lengths, first, calls.vocab_size, calls.max_context)
+        before, where = calls.lengths, as_ints(at, "at")
+        if where.ndim < 2:
+            first = np.broadcast_to(where, before.shape)
+            if (bad := (first < 0) | (first > before)).any():
+                row = int(bad.argmax())
+                raise InputError(
+                    f"token {first[row]} of row {row} is written first, but the row holds {before[row]} tokens; give "
+                    f"0..{before[row]}"
+                )
+            ids, real = call_tokens(tokens, lengths, first, calls.vocab_size, calls.max_context)
+            places = first[:, None] + np.arange(ids.shape[1])
+        else:
+            none = np.zeros_like(before)
+            ids, real = call_tokens(tokens, lengths, none, calls.vocab_size, calls.max_context)
+            places = where
         counts = np.full(calls.batch, ids.shape[1], np.int64) if real is None else real
-        after = np.maximum(before, first + counts)
-        if (bad := (counts < ids.shape[1]) & (first + counts < after)).any():
-            row = int(bad.argmax())
-            raise InputError(
-                f"row {row} has {ids.shape[1] - counts[row]} padding columns in front of tokens that it holds "
-                f"({first[row] + counts[row]} of {after[row]}); give as many tokens as the call is wide, or up to "
-                "its end"
-            )
-        return self._written(calls, ids, first, counts, after, rows)
+        if where.ndim > 1:
+            _check_places(places, ids.shape, counts, before, calls.max_context)
+        last = np.take_along_axis(places, np.maximum(counts - 1, 0)[:, None], 1)[:, 0]
+        after = np.where(counts > 0, np.maximum(before, last + 1), before)
+        return self._written(calls, ids, places, counts, after, rows)
 
     def run(
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
@@ -74,29 +97,106 @@ class CanvasState(SessionObserver, PromptRunner):
         width, before = tokens.shape[1], calls.lengths
         full = np.full(calls.batch, width, np.int64) if counts is None else counts
         rows = np.maximum(full - 1, 0)[:, None] if last_only else None
-        logits = self._written(calls, tokens, before, full, before + full, rows)
+        places = before[:, None] + np.arange(width)
+        logits = self._written(calls, tokens, places, full, before + full, rows)
         if counts is not None:
             empty = counts[:, None] == 0 if last_only else np.arange(width) >= counts[:, None]
             logits[np.broadcast_to(empty, logits.shape[:2])] = 0
         return logits
 
     def _written(
-        self, calls: Calls, ids: Ints, first: Ints, counts: Ints, after: Ints, rows: Any
+        self, calls: Calls, ids: Ints, places: Ints, counts: Ints, after: Ints, rows: Any
     ) -> Logits:
-        """One graph call, after one of padding where what rows have forgotten would stay in sight."""
+        """One graph call, after one of padding where what rows have forgotten would stay in sight. Row i writes the
+        first counts[i] of its tokens, whose places rise, and then holds after[i].
+        """
         width, before = ids.shape[1], calls.lengths
         columns = np.arange(width)
         if rows is None:
             rows = np.broadcast_to(columns, ids.shape)
         else:
             rows = _columns(rows, calls.batch, width)
+        first = self._together(calls, places, counts, after)
         if (self.filled > np.maximum(after, first + width)).any():
             blank = np.zeros((calls.batch, int((self.filled - before).max())), np.int64)
             calls.step(blank, blank - 1, before, blank[:, :1], 0)
-        positions = np.where(columns < counts[:, None], first[:, None] + columns, -1)
+        positions = np.where(columns < counts[:, None], places, -1)
         logits = calls.step(ids, positions, first, rows, int(counts.sum()))
         calls.lengths = self.filled = after
         return logits
+
+    def _together(self, calls: Calls, places: Ints, counts: Ints, after: Ints) -> Ints:
+        """Give the tokens of a call slots side by side, in their order: the first ones [B]. Those of a padded row are
+        its last, because padding is written behind them.
+        """
+        more = max(0, int(after.max()) - self.places.shape[1])
+        self.places = np.pad(self.places, ((0, 0), (0, more)), constant_values=-1)
+        moves, first = _Moves(), np.zeros_like(counts)
+        for row, (held, count, end) in enumerate(zip(calls.lengths, counts, after, strict=True)):
+            own, its = places[row, :count], self.places[row, :end]
+            inside = np.concatenate([np.isin(its[:held], own), np.ones(end - held, np.bool_)])
+            last = end > held or count < places.shape[1]
+            start = int(end - count) if last else _fullest(inside, int(count))
+            stop = start + int(count)
+            vacant = np.flatnonzero(inside)
+            vacant = vacant[(vacant < start) | (vacant >= stop)]
+            moves.add(row, its, vacant, start + np.flatnonzero(~inside[start:stop]))
+            its[start:stop] = own
+            first[row] = start
+        moves.make(calls.backend)
+        return first
+
+
+class _Moves:
+    """Tokens that go to other slots."""
+
+    def __init__(self) -> None:
+        self._moves: list[tuple[Ints, Ints, Ints]] = []
+
+    def add(self, row: int, held: Ints, to: Ints, source: Ints) -> None:
+        """What slots `source` [n] of a row hold goes to slots `to` [n]; `held`: its places by slot, which follow."""
+        if to.size:
+            held[to] = held[source]
+            self._moves.append((np.full(to.size, row), to, source))
+
+    def make(self, backend: BackendSession) -> None:
+        """All of them at once."""
+        if self._moves:
+            rows, to, source = map(np.concatenate, zip(*self._moves, strict=True))
+            backend.rearrange(rows, to, source)
+
+
+def _fullest(inside: Any, count: int) -> int:
+    """Where so many slots begin that hold the most of those that are `inside` [n]."""
+    sums = np.concatenate([[0], np.cumsum(inside)])
+    return int((sums[count:] - sums[: sums.size - count]).argmax())
+
+
+def _check_places(
+    places: Ints, shape: tuple[int, ...], counts: Ints, before: Ints, max_context: int
+) -> None:
+    """Raise InputError unless the places of each row rise and leave none out behind the tokens that it holds."""
+    if places.shape != shape:
+        raise InputError(
+            f"at has shape {list(places.shape)}; give {list(shape)}, as tokens have, or [{len(shape)}]"
+        )
+    for row, (its, count, held) in enumerate(zip(places, counts, before, strict=True)):
+        own = its[:count]
+        if count and own[0] < 0 or (np.diff(own) <= 0).any():
+            raise InputError(
+                f"the places of row {row}, at {own.tolist()}, must rise from 0 or more; sort its tokens by place"
+            )
+        new = own[own >= held]
+        if (bad := new != held + np.arange(new.size)).any():
+            raise InputError(
+                f"row {row} holds {held} tokens, so token {new[bad][0]} cannot be written without token "
+                f"{held + int(bad.argmax())}; write that one too"
+            )
+        if new.size and int(new[-1]) >= max_context:
+            raise InputError(
+                f"row {row} would hold {int(new[-1]) + 1} tokens; max_context is {max_context}. "
+                "Give fewer tokens, rewind, or build with more: max_context=…"
+            )
 
 
 def _columns(rows: Any, batch: int, width: int) -> Ints:

@@ -23,7 +23,7 @@ from accel.runtime.session.observers.observer import (
     ObserverFactory,
     SessionObserver,
 )
-from accel.runtime.token_log import Log
+from accel.runtime.session.observers.token_log import Log
 
 
 class Edits(SessionObserver, CallWatcher):

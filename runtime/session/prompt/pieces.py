@@ -30,8 +30,8 @@ from accel.runtime.session.observers.observer import (
     SessionObserver,
     Settled,
 )
+from accel.runtime.session.observers.token_log import Log
 from accel.runtime.session.prompt._two_parts import TwoParts, Values
-from accel.runtime.token_log import Log
 
 _NEVER = np.iinfo(np.int64).max
 

@@ -24,8 +24,8 @@ from accel.runtime.session.observers.observer import (
     SessionObserver,
     Settled,
 )
+from accel.runtime.session.observers.token_log import Log
 from accel.runtime.session.prompt._pool import ROOT, Arrays, Pool, Snapshot
-from accel.runtime.token_log import Log
 
 EVERY = 1024  # tokens from one snapshot of recurrent state to the next
 MOST = 8  # snapshots that a row has before its tokens are filed

@@ -26,7 +26,7 @@ from accel.runtime.session.observers.observer import (
     ObserverFactory,
     SessionObserver,
 )
-from accel.runtime.token_log import Log
+from accel.runtime.session.observers.token_log import Log
 
 WIDEST = 64  # tokens of a call that is noted for `replay`, which drafts do not exceed
 SNAPSHOTS = 8  # copies of the state that are kept

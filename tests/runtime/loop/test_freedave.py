@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 
 import accel
+from accel.runtime.canvas.dllm_blockcache import DllmBlockcache
+from accel.runtime.canvas.whole import Whole
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
 from accel.runtime.loop.freedave import Freedave
 from accel.runtime.sample.standard import Standard
 
 from ...diffusion_case import (
     BLOCK,
-    CACHES,
     Case,
     decoded,
     driven,
@@ -39,18 +40,22 @@ class Trusting(Freedave):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    "canvas",
+    [Whole(), DllmBlockcache(cache="prefix"), DllmBlockcache()],
+    ids=["whole", "prefix", "dual"],
+)
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
-def test_it_gives_the_tokens_of_static_decoding(shift, cache):
+def test_it_gives_the_tokens_of_static_decoding(shift, canvas):
     _, compiled = eager(shift)
     fewer = wrong = 0
     for seed in range(3):
         (prompt,) = prompts(seed, (7,))
-        want, most = driven(DllmLowconf(block=BLOCK, cache=cache), compiled, prompt)
-        got, calls = driven(Freedave(block=BLOCK, cache=cache), compiled, prompt)
+        want, most = driven(DllmLowconf(block=BLOCK), compiled, prompt, canvas=canvas)
+        got, calls = driven(Freedave(block=BLOCK), compiled, prompt, canvas=canvas)
         assert got == want and calls <= most
         fewer += most - calls
-        wrong += driven(Trusting(block=BLOCK, cache=cache), compiled, prompt)[0] != want
+        wrong += driven(Trusting(block=BLOCK), compiled, prompt, canvas=canvas)[0] != want
     assert fewer > 0 and wrong > 0
 
 
