@@ -32,6 +32,13 @@ class Sources:
         Path | None,
         typer.Option(metavar="FILE", help="Text to learn from. Default: the bundled text."),
     ] = None
+    tasks: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='JSON lines {"prompt": …, "answer": …}, for what learns from answers. Default: halves of the text.',
+        ),
+    ] = None
     draft: Annotated[
         Path | None,
         typer.Option(metavar="DRAFT", help="Draft model, for the head of a length."),

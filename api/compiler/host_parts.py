@@ -35,7 +35,8 @@ def name_parts(job: Job, program: Program, draft_model: CompiledModel | None) ->
     }
     if not wanted:
         return
-    with CompiledModel(EagerBackend(program), model_facts(program)) as model:
+    recipe = plan.recipe.to_json()  # what sessions go by
+    with CompiledModel(EagerBackend(program), model_facts(program), recipe=recipe) as model:
         samples = {"model": sample(model.session)}
     if draft_model is not None:
         samples["draft"] = sample(draft_model.session)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.session import Session
 
 
@@ -16,17 +17,22 @@ def prompted(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
     several rows runs once, and they go on from copies of its state. What the session holds are the prompts' first
     tokens, which are not run again.
     """
-    distinct = {id(row.prompt): i for i, row in reversed(list(enumerate(rows)))}
-    if len(distinct) == len(rows):
+    first, copies = distinct(rows)
+    if len(first) == len(rows):
         return _run(session, rows)
-    first = sorted(distinct.values())
     session.select(first)
     logits = _run(session, [rows[i] for i in first])
-    copies = np.searchsorted(first, [distinct[id(row.prompt)] for row in rows])
     session.select(copies)
     for row in rows:
         row.began = perf_counter()
     return logits[copies]
+
+
+def distinct(rows: list[Row]) -> tuple[list[int], Ints]:
+    """The first row of each prompt, and the place among these of each row's [B]: the prompts that `prompted` runs."""
+    found = {id(row.prompt): i for i, row in reversed(list(enumerate(rows)))}
+    first = sorted(found.values())
+    return first, np.searchsorted(first, [found[id(row.prompt)] for row in rows])
 
 
 def _run(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:

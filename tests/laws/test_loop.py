@@ -26,6 +26,7 @@ from accel.runtime.verify.sample_match import SampleMatch
 
 from ..draft_case import against, rows_of
 from ..kv_case import table
+from ..part_case import of_any
 from ..prefill_case import built
 
 AXIS = Axis("loop", "accel.runtime.loop")
@@ -60,7 +61,7 @@ def providing(wanted):
 @cache
 def opened(name, cache):
     """The model that a loop decodes, and what it is given beside sessions; None: the recipe is refused."""
-    loop = AXIS.build(name, **AXIS.small(name))
+    loop = AXIS.build(name, **AXIS.small(name), **of_any("loop", name))
     beside = loop.asks.get("draft") == ""
     tables = {"loop": {"use": name, **AXIS.small(name)}, **matrix_loops.reaching("loop", name)}
     if beside:  # it has the model itself as its draft model: no other need be built

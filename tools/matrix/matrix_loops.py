@@ -44,10 +44,10 @@ from accel.passes.weights._calibrated import Calibrated
 from accel.passes.weights._kept import keeping
 from accel.runtime.artifact.artifact import copy_artifact, open_artifact
 from accel.runtime.decode.costs import Costs
+from accel.runtime.decode.trained_part import TrainedPart
 from accel.runtime.draft import Base as Drafts
 from accel.runtime.inputs.infill import FORMS
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.length._head import Head
 from accel.runtime.loop import HOST
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.model.load import from_artifact
@@ -258,7 +258,7 @@ def opened(built: CompiledModel) -> Iterator[tuple[CompiledModel, CompiledModel]
     ):
         model._costs = FREE
         model.tokenizer = _words(model.facts.vocab_size)
-        with patch.object(Guard, "limit", MOST), patch.object(Head, "fit", lambda *_: None):
+        with patch.object(Guard, "limit", MOST), patch.object(TrainedPart, "fit", lambda *_: None):
             yield plain, model
 
 

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reference_data import REFERENCE, encode, sources
+from reference_data import REFERENCE, encode, sources, tasks
 from rows import Rows, Stage
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from accel.compiler.train.host import HostKind
+from accel.compiler.train.kind import kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.train import train
 from accel.ir.errors import AccelError
-from accel.ir.parts import parts
 
+ANSWERED = ("rest", "key_value", "rest", "copy")  # tasks, in turn
 MIX = {"library": 4.0, "pass_key": 1.0, "key_value": 2.0, "copy": 1.0, "repeat": 1.0}
 
 
@@ -38,6 +43,28 @@ def bundled_rows(length: int, rows: int, seed: int) -> Iterator[tuple[Tensor, Te
     for step in itertools.count():
         batch = drawn.draw(Stage(rows * length, {length: 1.0}), step)
         yield batch.ids, batch.weights
+
+
+def bundled_tasks(file: Path, count: int, longest: int, seed: int) -> Path:
+    """Tasks of 60 to `longest` tokens that the bundled models were trained on the like of, as JSON lines."""
+    rng, lines = random.Random(f"parts {seed}"), []
+    for number in range(count):
+        task, size = ANSWERED[number % len(ANSWERED)], rng.randrange(60, longest)
+        if task == "rest":
+            pieces = tasks.rest(rng, tasks.lines_for("copy", size), rng.randrange(1, 4))
+            prompt, answer = "".join(text for text, _ in pieces[:-2]), pieces[-2][0]
+        else:
+            prompt, answer = tasks.make(task, rng, size)
+        lines.append(json.dumps({"prompt": prompt, "answer": answer}))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def model_of(method: str) -> Path:
+    """The bundled model that a method is for."""
+    known = trained_methods()
+    fills = method in known and getattr(known[method][1], "masked_diffusion", False)
+    return REFERENCE / "diffusion" if fills else REFERENCE
 
 
 def arguments(words: list[str]) -> tuple[str, dict[str, Any]]:
@@ -57,10 +84,22 @@ def arguments(words: list[str]) -> tuple[str, dict[str, Any]]:
 
 def main(words: list[str]) -> None:
     method, given = arguments(words)
-    if method in parts() and parts()[method].of_two:
+    one = trained_methods().get(method, ("", object))[1]
+    if "draft" in getattr(one, "beside", ()):
         given.setdefault("draft", REFERENCE / "draft")
+    with tempfile.TemporaryDirectory() as folder:
+        kind = kind_of(one)
+        if kind is not None and issubclass(kind, HostKind) and kind.asks:
+            options = TrainOptions.of(method, given)
+            count = options.samples * options.rows
+            file, longest = Path(folder) / "tasks", max(100, options.length)
+            given.setdefault("tasks", bundled_tasks(file, count, longest, options.seed))
+        run(method, given)
+
+
+def run(method: str, given: dict[str, Any]) -> None:
     try:
-        made = train(method, REFERENCE, given, rows=bundled_rows, say=print)
+        made = train(method, model_of(method), given, rows=bundled_rows, say=print)
     except (AccelError, OSError) as error:
         raise SystemExit(f"part: {error}") from None
     if made.file is None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,17 +20,22 @@ from accel.compiler.part_text import Batch
 from accel.compiler.train.kind import Kind, Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import Source
+from accel.ir.errors import InputError
 from accel.passes.trained import write
 from accel.runtime.decode.trained_part import TrainedPart
 
+Tokens = npt.NDArray[np.int64]
 STEPS = 1500  # of learning, each on all examples
+AHEAD = 4  # tokens of a text that answer what is before them
+CHECKED = 20  # steps between two looks at what is not learnt from
 HELD = 8  # every so manieth text is not learnt from
 
 
 class HostKind(Kind):
-    """The kind of one class of methods, `of`."""
+    """The kind of one class of methods, `of`. `asks`: whether it learns from answers to `questions`."""
 
     of: ClassVar[type[TrainedPart]]
+    asks: ClassVar[bool] = False
 
     @classmethod
     def takes(cls, method: type[Any]) -> bool:
@@ -36,19 +44,33 @@ class HostKind(Kind):
 
 
 def learn(
-    tensors: Iterable[Tensor], loss: Callable[[], Tensor], rate: float, steps: int = STEPS
+    tensors: Iterable[Tensor],
+    loss: Callable[[], Tensor],
+    rate: float,
+    steps: int = STEPS,
+    check: Callable[[], Tensor] | None = None,
 ) -> None:
-    """Change tensors in place so that a loss of them falls."""
+    """Change tensors in place so that a loss of them falls. check: another loss, of examples that `loss` does not
+    have; the tensors are then as they were when it was least.
+    """
     changed = [tensor.requires_grad_(True) for tensor in tensors]
     optimiser = torch.optim.AdamW(changed, lr=rate, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    for _ in range(steps):
+    least, best = float("inf"), list[Tensor]()
+    for step in range(steps):
         optimiser.zero_grad()
         loss().backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
+        if check is not None and step % CHECKED == CHECKED - 1:
+            with torch.no_grad():
+                found = float(check())
+            if found < least:
+                least, best = found, [tensor.detach().clone() for tensor in changed]
     for tensor in changed:
         tensor.requires_grad_(False)
+    for tensor, then in zip(changed, best, strict=False):
+        tensor.copy_(then)
 
 
 def batches(source: Source, options: TrainOptions) -> Iterator[Batch]:
@@ -61,6 +83,59 @@ def batches(source: Source, options: TrainOptions) -> Iterator[Batch]:
             source.say(f"{count * options.rows} texts take about {whole}")
         source.progress(f"text {number + 1} of {count}", number / count)
         yield next(texts)
+
+
+def questions(source: Source, options: TrainOptions) -> Iterator[tuple[Tokens, str | None]]:
+    """`samples` x `rows` prompts [n] and their answers: those of the file `tasks`, or first halves of a text's rows and
+    the `AHEAD` tokens behind, none where the model has no tokenizer. Raises InputError.
+    """
+    if options.tasks is None:
+        half, reader = options.length // 2, source.tokenizer
+        for ids, _ in batches(source, options):
+            for row in ids:
+                ahead = row[half : half + AHEAD].tolist()
+                yield row[:half].numpy(), None if reader is None else reader.decode(ahead)
+        return
+    if source.tokenizer is None:
+        raise InputError(f"{source.path} has no tokenizer for {options.tasks}; give tokenizer=…")
+    tasks = _tasks(options.tasks)[: options.samples * options.rows]
+    for number, (prompt, answer) in enumerate(tasks):
+        source.progress(f"task {number + 1} of {len(tasks)}", number / len(tasks))
+        yield np.array(source.tokenizer.encode(prompt), np.int64), answer
+
+
+def _tasks(file: Path) -> list[tuple[str, str]]:
+    """Prompts and answers. Raises InputError."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"tasks: {file} cannot be read ({error}); give a file of JSON lines"
+        ) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            one = json.loads(line)
+            prompt, answer = one["prompt"], one["answer"]
+        except (ValueError, TypeError, KeyError):
+            prompt = answer = None
+        if not isinstance(prompt, str) or not isinstance(answer, str) or not prompt:
+            raise InputError(
+                f'tasks: line {number} of {file} is no task; give {{"prompt": "…", "answer": "…"}}'
+            )
+        found.append((prompt, answer))
+    if not found:
+        raise InputError(f"tasks: {file} is empty; give a task a line")
+    return found
+
+
+def begun(sizes: Mapping[str, tuple[int, ...]], generator: torch.Generator) -> dict[str, Tensor]:
+    """Tensors of a network that has learnt nothing: matrices at random, others 0."""
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    for tensor in tensors.values():
+        if tensor.ndim == 2:
+            tensor.normal_(0, tensor.shape[0] ** -0.5, generator=generator)
+    return tensors
 
 
 def kept(

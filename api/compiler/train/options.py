@@ -15,7 +15,8 @@ _POSITIVE = ("budget", "length", "rows", "samples", "inner", "minutes", "pressur
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """out: the file to write; none: the user's cache. text: what to learn from; none: accel's own. draft, aux: the
+    """out: the file to write; none: the user's cache. text: what to learn from; none: accel's own. tasks: JSON
+    lines, each a `prompt` and its `answer`, for what learns from what the model answers. draft, aux: the
     folders of the draft model, for lengths, and of a smaller model, for kv-prediction. minutes: of learning, all
     sessions. budget: tokens that a head should hold. pressure: the weight of what goes beyond it. length, rows: tokens
     of a row, and rows of a step. samples: steps that a table is measured on. inner: the width of a gate or a head, or
@@ -25,6 +26,7 @@ class TrainOptions:
 
     out: Path | None = None
     text: Path | None = None
+    tasks: Path | None = None
     draft: Path | None = None
     aux: Path | None = None
     minutes: float = 30.0

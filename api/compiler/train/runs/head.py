@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from accel.compiler.load.hub import model_folder
+from accel.compiler.train.host import begun
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.run import Run
 from accel.compiler.train.source import Source
@@ -94,11 +95,7 @@ def untaught(
     method: Head | type[Head], inner: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """A head's tensors before it has learnt anything."""
-    parts = {name: torch.zeros(size) for name, size in method.sizes(inner).items()}
-    for tensor in parts.values():
-        if tensor.ndim == 2:
-            tensor.normal_(0, tensor.shape[0] ** -0.5, generator=generator)
-    return parts
+    return begun(method.sizes(inner), generator)
 
 
 def loss(odds: Tensor, stands: Tensor) -> Tensor:

@@ -5,19 +5,18 @@ text, every second one sampling at temperature 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from accel.compiler.measure import watched
 from accel.compiler.optimize import optimize
-from accel.compiler.train.host import HELD, HostKind, batches, kept, learn
+from accel.compiler.train.host import HELD, HostKind, Tokens, kept, learn, questions
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.head import lacks_draft, untaught
@@ -34,7 +33,6 @@ from accel.runtime.sample.standard import Standard
 from accel.runtime.speculation.round_cost import RoundCost
 
 NEW = 64  # tokens that the model continues each text by
-Tokens = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -119,7 +117,7 @@ class Logged(HostKind):
         ) as model:
             assert model.draft_model is not None
             options = replace(options, length=min(options.length, model.facts.max_context))
-            rounds = recorded(model, one, _prompts(source, options))
+            rounds = recorded(model, one, (prompt for prompt, _ in questions(source, options)))
             names = {"model": sample(model.session), "draft": sample(model.draft_model.session)}
         held = set(range(0, len(rounds.outcomes), HELD))
         learnt = rounds.examples(sorted(set(range(len(rounds.outcomes))) - held))
@@ -127,12 +125,6 @@ class Logged(HostKind):
         taught(one, part, *learnt, options.rate)
         told = judged(one, part, *rounds.examples(sorted(held)))
         return kept(one, read, part, names, told | {"examples": float(len(learnt[1]))}, options)
-
-
-def _prompts(source: Source, options: TrainOptions) -> Iterator[Tokens]:
-    """The first half of each text [n]."""
-    for ids, _ in batches(source, options):
-        yield from (row[: options.length // 2].numpy() for row in ids)
 
 
 def taught(
