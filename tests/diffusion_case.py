@@ -79,13 +79,14 @@ class Slots:
 class Seen:
     """What a call says of one row, plainly.
 
-    Of the block's K slots: `slots`, which of them are masks that the call says something of (`free`), and `logits`
-    [K,V], -inf of the mask token. Of every mask that the call sees, in the block and behind it: `masks` [n] and
-    `behind` [n,V]. `step`: calls of the block before; `start`, `end`: of the answer; `memory`: what a rule keeps of
-    the row from call to call.
+    Of the block's K slots: `slots`, which of them are masks (`left`), which the call says something of (`free`), and
+    `logits` [K,V], -inf of the mask token. Of every mask that the call sees, in the block and behind it: `masks` [n]
+    and `behind` [n,V]. `step`: calls of the block before; `start`, `end`: of the answer; `memory`: what a rule keeps
+    of the row from call to call.
     """
 
     slots: np.ndarray
+    left: np.ndarray
     free: np.ndarray
     logits: np.ndarray
     masks: np.ndarray
@@ -210,8 +211,8 @@ def official(
             token, here = logits.argmax(1), at < stop
             free = masks[at] & np.isin(at, [*said])
             seen = Seen(
-                at[here], free[here], logits[here], at[free], logits[free], step, len(prompt), end,
-                memory,
+                at[here], masks[start:stop].copy(), free[here], logits[here], at[free], logits[free],
+                step, len(prompt), end, memory,
             )  # fmt: skip
             all_of_it = early is not None and early(seen)
             chosen = np.flatnonzero(free) if all_of_it else np.asarray(stays(seen))

@@ -1,5 +1,6 @@
 """Models that see both ways: how they are captured, what their sessions do, and what is refused."""
 
+import itertools
 from types import SimpleNamespace
 
 import models
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.capabilities import conflicts
 from accel.ir.axis import find_axes
 from accel.runtime.session.modes.canvas import CanvasState
 
@@ -46,6 +48,25 @@ def test_models_of_published_shapes(name):
         assert np.abs(compiled.logits(tokens) - want).max() < 1e-4 * np.abs(want).max()
         assert len(compiled.generate([5, 6, 7], max_new_tokens=9, eos=[]).tokens[0]) == 9
         assert compiled.report["errors"]["onnx native"] < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", models.FILLERS)
+def test_models_of_published_shapes_decode_by_every_loop_and_canvas(name):
+    """Three rows together, each what it gets alone."""
+    axes, given = find_axes(), [[5, 6, 7], [1, 2, 3, 4, 5, 6], [9]]
+    fills = [n for n in axes["loop"].names() if axes["loop"].method(n).masked_diffusion]
+    recipe = {"loop": {"use": "freedave", "block": 8}}
+    with accel.optimize(models.FILLERS[name](), recipe, max_context=64, max_batch=3) as compiled:
+        for use, canvas in itertools.product(fills, axes["canvas"].names()):
+            found = {
+                "loop": axes["loop"].build(use, block=8),
+                "canvas": axes["canvas"].build(canvas),
+            }
+            if not conflicts(found):
+                compiled._loop, compiled._methods = found["loop"], found
+                alone = [compiled.generate([p], 18, eos=[]).tokens[0] for p in given]
+                assert compiled.generate(given, 18, eos=[]).tokens == alone, (use, canvas)
 
 
 def test_targets_agree(filler):

@@ -24,7 +24,8 @@ class DllmEntropy(Blocks):
     replacement, weighted by the softmax of those scores over T. By `origin` each mask is filled with the probability
     1 - s / t, whatever the model says.
 
-    The answer is one block, unless `block` is smaller. A step that fills nothing takes no call. The order is that of
+    The answer is one block, unless `block` is smaller. A step that fills nothing takes no call, and one fills no more
+    masks than its call says something of. The order is that of
     what tokens are drawn from, behind temperature, top-k and top-p.
     """
 
@@ -49,7 +50,7 @@ class DllmEntropy(Blocks):
             if order is None:
                 chosen = np.flatnonzero(place.rng.random(len(guess)) < share)
             else:
-                chosen = order[: int(len(guess) * share)]
+                chosen = order[: int(place.open.sum() * share)]
         return chosen
 
     def share(self, step: int, steps: int) -> float:

@@ -18,19 +18,19 @@ def scheduled(by, steps=None, end=1e-3):
     """As many of the masks as the time from one step to the next says; of those steps that fill some."""
 
     def stays(seen):
-        masks = len(seen.slots)
-        times = np.linspace(1, end, (steps or masks) + 1)
-        counts, left, i = [], masks, 0
-        while left:  # what every step of the block fills, by the published loop
+        times = np.linspace(1, end, (steps or len(seen.slots)) + 1)
+        left, n = int(seen.left.sum()), 0
+        i = seen.memory.get("step", 0) if seen.step else 0
+        while not n:  # the next step of the published loop that fills some
             n = left if i + 1 >= len(times) - 1 else int(left * (1 - times[i + 1] / times[i]))
-            counts += [n] if n else []
-            left, i = left - n, i + 1
+            i += 1
+        seen.memory["step"] = i
         two = np.sort(law(seen.logits), 1)[:, -2:]
         score = {
             "entropy": seen.entropy, "margin": two[:, 0] - two[:, 1], "confidence": -seen.sure,
         }[by]  # fmt: skip
         score = np.where(seen.free, score, np.inf)
-        return np.argsort(score, kind="stable")[: counts[seen.step]]
+        return np.argsort(score, kind="stable")[: min(n, int(seen.free.sum()))]
 
     return stays
 

@@ -14,7 +14,7 @@ def in_steps(steps):
     def stays(seen):
         masks = len(seen.slots)
         count = masks // min(steps, masks) + (seen.step < masks % min(steps, masks))
-        return np.argsort(-seen.sure, kind="stable")[:count]
+        return np.argsort(-seen.sure, kind="stable")[: min(count, int(seen.free.sum()))]
 
     return stays
 
