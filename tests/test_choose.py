@@ -201,7 +201,7 @@ def test_divergence():
 
 def figures(*ratio, kl=0.0):
     runs = [(Timed(1, 1), Timed(r, r)) for r in ratio]
-    return Figures(kl, 8, 8, True, None, runs)
+    return Figures(kl, 8, 8, True, 1.0, None, runs)
 
 
 def test_a_round_is_all_of_its_prompts():
@@ -375,7 +375,7 @@ def test_a_broken_promise_is_told(known):
     work = Walk(1, [])
     work.samples = samples([Prompt("x = 1\n" * 10)], facts, tokenizer, 8)
     work.builds = SimpleNamespace(program=SimpleNamespace(facts=facts))
-    kept, broken = figures(1), Figures(0.1, 7, 8, False, None, [])
+    kept, broken = figures(1), Figures(0.1, 7, 8, False, 0.8, None, [])
     for promised, test, told in ((True, broken, 1), (True, kept, 0), (False, broken, 0)):
         notes = work._notes([Row(Candidate(("prompt-lookup",)), lossless=promised, tests=[test])])
         assert len([n for n in notes if "prompt-lookup promises" in n]) == told
@@ -387,7 +387,7 @@ def test_a_broken_promise_is_told(known):
 def line(name, number, speed, kl, memory):
     at = Spread(speed, speed * 0.9, speed * 1.1)
     return Line(
-        name, number, "", True, at, at, 0.1, speed, memory, memory, 0, None, kl, 1.0, 1, 1, 0, 0, 3, ""
+        name, number, "", True, at, at, 0.1, speed, memory, memory, 0, None, kl, 1.0, 1, 1.0, 1, 0, 0, 3, ""
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from accel.compiler.choose.front import Spread, Stage
 from accel.compiler.choose.prompts import Sample, Samples
+from accel.compiler.quality.bleu import bleu
 from accel.compiler.quality.divergence import Ids, Odds, along, divergence
 from accel.runtime.inputs.encoder_inputs import padded
 from accel.runtime.model.compiled import CompiledModel
@@ -54,14 +55,15 @@ class Timed:
 
 @dataclass
 class Test:
-    """A prompt's figures. kl: summed over `tokens` next tokens. equal: the text is base's. right: the answer is,
-    None where none was given. runs: (this build, base) of each round.
+    """A prompt's figures. kl: summed over `tokens` next tokens. equal: the text is base's. bleu: how near to base's
+    it is, 0 to 1. right: the answer is, None where none was given. runs: (this build, base) of each round.
     """
 
     kl: float
     same: int
     tokens: int
     equal: bool
+    bleu: float
     right: bool | None
     runs: list[tuple[Timed, Timed]] = field(default_factory=list)
 
@@ -157,9 +159,10 @@ def _judged(model: CompiledModel, base: Base, index: int, tokens: list[int]) -> 
     sample = base.samples.rows[index]
     text, odds = base.said(index)
     found = divergence(odds, along(model, sample.ids, text[:-1], sample.source))
+    near = bleu([_until_end(tokens, model.facts.eos)], [[text]])[0]
     return Test(
         found.kl, found.same, found.tokens,
-        np.array_equal(tokens[: text.size], text), _right(model, sample, tokens),
+        np.array_equal(tokens[: text.size], text), float(near), _right(model, sample, tokens),
     )  # fmt: skip
 
 
@@ -255,7 +258,8 @@ def to_json(tests: Sequence[Test]) -> list[dict[str, Any]]:
     """As `from_json` reads it."""
     return [
         {
-            "kl": t.kl, "same": t.same, "tokens": t.tokens, "equal": t.equal, "right": t.right,
+            "kl": t.kl, "same": t.same, "tokens": t.tokens, "equal": t.equal, "bleu": t.bleu,
+            "right": t.right,
             "runs": [[a.prefill, a.decode, b.prefill, b.decode] for a, b in t.runs],
         }
         for t in tests
@@ -266,7 +270,7 @@ def from_json(value: list[dict[str, Any]]) -> list[Test]:
     """Raises KeyError, TypeError or ValueError where it is something else."""
     return [
         Test(
-            float(t["kl"]), int(t["same"]), int(t["tokens"]), bool(t["equal"]), t["right"],
+            float(t["kl"]), int(t["same"]), int(t["tokens"]), bool(t["equal"]), float(t["bleu"]), t["right"],
             [(Timed(a, b), Timed(c, d)) for a, b, c, d in t["runs"]],
         )
         for t in value

@@ -22,7 +22,8 @@ class Line:
 
     speed: new tokens per second, prompts included, with the least and most of the rounds; times: the same as
     ratios to base. memory, weights, kv, peak: bytes. kl: nats per token. same: share of next tokens
-    that are base's. equal: texts that are base's, of `texts`. right: answers, of `asked`.
+    that are base's. equal: texts that are base's, of `texts`. bleu: mean of the texts'
+    against base's, 0 to 1. right: answers, of `asked`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Line:
     kl: float
     same: float
     equal: int
+    bleu: float
     texts: int
     right: int
     asked: int
@@ -80,7 +82,8 @@ def _line(
         memory=row.weights + row.kv, weights=row.weights, kv=row.kv, peak=row.peak,
         kl=0.0 if loss(tests) < EXACT else loss(tests),
         same=sum(t.same for t in tests) / sum(t.tokens for t in tests),
-        equal=sum(t.equal for t in tests), texts=len(tests), right=sum(answered), asked=len(answered),
+        equal=sum(t.equal for t in tests),
+        bleu=sum(t.bleu for t in tests) / len(tests), texts=len(tests), right=sum(answered), asked=len(answered),
         rounds=done.rounds, command=command(choice, row.candidate.specs, row.name),
     )  # fmt: skip
 
@@ -143,7 +146,7 @@ def columns(
     head = [
         ">", "recipe", *([">prompts"] if details else []), ">tok/s", ">times base",
         *([">prefill s", ">decode tok/s"] if details else []), ">memory",
-        *([">KV", *([">peak"] if peaks else [])] if details else []), ">KL", ">same",
+        *([">KV", *([">peak"] if peaks else [])] if details else []), ">KL", ">same", ">BLEU",
         *([">right"] if answers else []),
     ]  # fmt: skip
 
@@ -157,6 +160,7 @@ def columns(
             str(line.number or ""), line.name, *([str(line.texts)] if details else []), f"{line.speed.median:.3g}",
             f"{times.median:.2f} ({times.least:.2f}–{times.most:.2f})", *(each if details else []),
             bytes_text(line.memory), *(more if details else []), f"{line.kl:.2g}", f"{line.same:.0%}",
+            f"{line.bleu:.2f}",
             *([right] if answers else []),
         ]  # fmt: skip
 
@@ -176,7 +180,8 @@ def basis(choice: Choice) -> list[str]:
         "rounds in which recipe and base took turns; recipes whose ranges overlap are not told apart.",
         "memory: weights and the KV cache after the longest prompt. KL: mean divergence of the next token's "
         "probabilities from base's, in nats, along base's own greedy text. same: share of these tokens at which both "
-        "put the same token first." + (" right: answers." if choice.samples.answers else ""),
+        "put the same token first. BLEU: mean of the texts' against base's, on token ids."
+        + (" right: answers." if choice.samples.answers else ""),
     ]
 
 
