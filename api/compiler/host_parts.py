@@ -31,7 +31,7 @@ def name_parts(job: Job, program: Program, draft_model: CompiledModel | None) ->
         if isinstance(method, TrainedPart)
         and method.wants_part
         and not method.trained
-        and there.issuperset(method.beside)
+        and there.issuperset(method.models)
     }
     if not wanted:
         return
@@ -41,7 +41,7 @@ def name_parts(job: Job, program: Program, draft_model: CompiledModel | None) ->
     if draft_model is not None:
         samples["draft"] = sample(draft_model.session)
     for axis, method in wanted.items():
-        known = json.dumps({name: samples[name] for name in method.beside})
+        known = json.dumps({name: samples[name] for name in method.models})
         one, name = part(method.key, False), program.facts.name
         told = known, options_of(method), like_logits, InputError
         if method.optional:

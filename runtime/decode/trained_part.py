@@ -26,13 +26,13 @@ Sizes = dict[str, tuple[int, ...]]  # name of a tensor -> size
 
 class TrainedPart(Method, ABC):
     """A method with a trained part. `trained`, a field: the part's file; empty: the one that a build finds for the
-    model, which the artifact then holds. `beside`: the models that a part is for. `optional`: without a part it goes
+    model, which the artifact then holds. `models`: the models that a part is for. `optional`: without a part it goes
     by a default that its options tell.
     """
 
     trained: str
     key: ClassVar[str]  # the method's name
-    beside: ClassVar[tuple[str, ...]] = ("model",)
+    models: ClassVar[tuple[str, ...]] = ("model",)
     optional: ClassVar[bool] = False
     files = ("trained",)
 
@@ -59,7 +59,7 @@ class TrainedPart(Method, ABC):
         if mine in checked or not self.wants_part or not self.part:
             return
         told = self._file()[1]
-        for name in self.beside:
+        for name in self.models:
             one = model if name == "model" else model.draft_model
             if one is None or not alike(told[name], sample(one.session)):
                 whose = self.trained or "the bundled file"
@@ -123,9 +123,9 @@ def _read(method: type[TrainedPart], trained: str) -> tuple[Tensors, dict[str, l
             raise InputError(f"{key}: {file} has numbers in {name} that are not finite; {another}")
     try:
         each = json.loads(told["model"])
-        return tensors, {name: [float(x) for x in each[name]] for name in method.beside}
+        return tensors, {name: [float(x) for x in each[name]] for name in method.models}
     except (KeyError, TypeError, ValueError) as error:
-        which = "which two models" if len(method.beside) > 1 else "which model"
+        which = "which two models" if len(method.models) > 1 else "which model"
         raise InputError(f"{key}: {file} does not tell {which} it is for; {another}") from error
 
 

@@ -25,7 +25,7 @@ class Head(TrainedPart, Base):
     the two models, which the artifact then holds. A subclass says how the head learns.
     """
 
-    beside = ("model", "draft")
+    models = ("model", "draft")
     relies = frozenset({Invariant.DRAFT_MODEL})
 
     @classmethod

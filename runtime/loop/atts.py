@@ -45,7 +45,7 @@ class Atts(TrainedPart, Base):
 
     small: ClassVar[Mapping[str, Any]] = {"turn": 3}
     key: ClassVar[str] = "atts"
-    beside = ("model", "draft")
+    models = ("model", "draft")
     asks = {"draft": ""}
     relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}
     grade = "approximate"  # most text is the draft model's
@@ -138,12 +138,12 @@ class _Turns:
             for i in rows:
                 yield from self._take(i, self._after[i], self._after[i])
 
-    def _take(self, i: int, logits: Logits, told: Logits | None) -> Iterator[tuple[int, int]]:
-        """Let a row take the token that it picks from logits [V]; `told`: as in `Row.accept`."""
+    def _take(self, i: int, logits: Logits, said: Logits | None) -> Iterator[tuple[int, int]]:
+        """Let a row take the token that it picks from logits [V]; `said`: as in `Row.accept`."""
         row = self._rows[i]
         try:
             token = row.pick(logits)
-            row.accept(token, told)
+            row.accept(token, said)
         except Exception as error:
             row.fail(error)
         else:

@@ -127,7 +127,7 @@ def quantisation(
     if runs_own_code(config, trust_remote_code):
         raise CaptureError(
             f"{path}: its weights are stored in {method}, which accel reads for transformers' own models only, and "
-            f"this one runs its own code (auto_map); give {unquantised}, or leave trust_remote_code out"
+            f"this one runs its own code (auto_map); give {unquantised}, or leave out trust_remote_code=True"
         )
     return {**told, "quant_method": method}
 

@@ -26,13 +26,13 @@ def bleu(
     """
     if not len(texts):
         return np.zeros(0)
-    given = [
+    groups = [
         [np.asarray(row, np.int64).reshape(-1) for row in (text, *others)]
         for text, others in zip(texts, references, strict=True)
     ]
-    rows = [row for each in given for row in each]
-    owners = np.repeat(np.arange(len(given)), [len(each) for each in given])
-    places = np.concatenate([np.arange(len(each)) for each in given])  # 0: the text itself
+    rows = [row for each in groups for row in each]
+    owners = np.repeat(np.arange(len(groups)), [len(each) for each in groups])
+    places = np.concatenate([np.arange(len(each)) for each in groups])  # 0: the text itself
     lengths = np.array([len(row) for row in rows])
     owner, place = np.repeat(owners, lengths), np.repeat(places, lengths)
     left = np.concatenate([np.arange(n, 0, -1) for n in lengths])
@@ -40,8 +40,8 @@ def bleu(
     tokens = tokens.reshape(-1)
 
     size = lengths[places == 0]
-    none = np.zeros(len(given), np.bool_)
-    logs = np.zeros((len(given), ORDERS))
+    none = np.zeros(len(groups), np.bool_)
+    logs = np.zeros((len(groups), ORDERS))
     gram = owner  # texts share no n-gram, so that one count serves all
     for order in range(1, ORDERS + 1):
         here = np.flatnonzero(left >= order)
@@ -57,21 +57,21 @@ def bleu(
         times = np.bincount(place[here] * len(kinds) + ids, minlength=shape[0] * shape[1]).reshape(
             shape
         )
-        matched = np.bincount(of, np.minimum(times[0], times[1:].max(0, initial=0)), len(given))
+        matched = np.bincount(of, np.minimum(times[0], times[1:].max(0, initial=0)), len(groups))
         if order == 1:
             none = matched == 0
         shares = np.where(matched > 0, matched, epsilon) / np.maximum(1, size - order + 1)
         with np.errstate(divide="ignore"):
             logs[:, order - 1] = np.where(size >= order, np.log(shares), 0)
     mean = logs.sum(1) / np.clip(size, 1, ORDERS)
-    found: Scores = np.where(none, 0, np.exp(mean + _short(given)))
+    found: Scores = np.where(none, 0, np.exp(mean + _short(groups)))
     return found
 
 
-def _short(given: Sequence[Sequence[npt.NDArray[np.int64]]]) -> Scores:
+def _short(groups: Sequence[Sequence[npt.NDArray[np.int64]]]) -> Scores:
     """The logarithm of what a text loses [n] that is shorter than its references."""
-    found = np.zeros(len(given))
-    for i, (text, *others) in enumerate(given):
+    found = np.zeros(len(groups))
+    for i, (text, *others) in enumerate(groups):
         near = min((abs(len(row) - len(text)), len(row)) for row in others)[1] if others else 0
         found[i] = min(0.0, 1 - near / len(text)) if len(text) else 0.0
     return found

@@ -138,20 +138,20 @@ def begun(sizes: Mapping[str, tuple[int, ...]], generator: torch.Generator) -> d
     return tensors
 
 
-def kept(
+def save_part(
     method: TrainedPart,
     read: Iterable[str],
     part: dict[str, Tensor],
     samples: Mapping[str, list[float]],
-    told: Mapping[str, float],
+    figures: Mapping[str, float],
     options: TrainOptions,
 ) -> Made:
     """Write a part's file. read: the method's options that it depends on. samples: of the models that it is for, by
-    name. told: what its making tells.
+    name. figures: what its making tells.
     """
     notes = options.as_text("samples", "length", "rows", "inner", "rate", "seed")
-    notes |= {name: f"{value:.4f}" for name, value in told.items()}
+    notes |= {name: f"{value:.4f}" for name, value in figures.items()}
     by, who = made_by(method, read), json.dumps(samples)
     file = options.out or kept_at(method.key, who, by)
     write(method, file, {0: part}, who, notes, by)
-    return Made(file, ", ".join(f"{name} {value:.4g}" for name, value in told.items()))
+    return Made(file, ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))

@@ -153,10 +153,10 @@ class _Moves:
     def __init__(self) -> None:
         self._moves: list[tuple[Ints, Ints, Ints]] = []
 
-    def add(self, row: int, held: Ints, to: Ints, source: Ints) -> None:
-        """What slots `source` [n] of a row hold goes to slots `to` [n]; `held`: its places by slot, which follow."""
+    def add(self, row: int, places: Ints, to: Ints, source: Ints) -> None:
+        """What slots `source` [n] of a row hold goes to slots `to` [n]; `places`: its places by slot, which follow."""
         if to.size:
-            held[to] = held[source]
+            places[to] = places[source]
             self._moves.append((np.full(to.size, row), to, source))
 
     def make(self, backend: BackendSession) -> None:

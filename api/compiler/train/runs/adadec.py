@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from accel.compiler.measure import watched
-from accel.compiler.train.host import HELD, HostKind, batches, kept, learn
+from accel.compiler.train.host import HELD, HostKind, batches, learn, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.head import Whole
@@ -49,7 +49,7 @@ class Unsure(HostKind):
             "tokens": float(len(right)),
         }
         part = {"threshold": torch.tensor([threshold])}
-        return kept(one, read, part, {"model": sample(lambda: model)}, told, options)
+        return save_part(one, read, part, {"model": sample(lambda: model)}, told, options)
 
 
 def said(model: Whole, ids: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:

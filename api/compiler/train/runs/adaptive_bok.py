@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from accel.compiler.measure import watched
 from accel.compiler.optimize import optimize
-from accel.compiler.train.host import HostKind, begun, kept, learn, questions
+from accel.compiler.train.host import HostKind, begun, learn, questions, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import Source
@@ -74,7 +74,7 @@ class Probed(HostKind):
             "tasks": float(len(x)),
         }
         bins = [part.mean() for part in chances.sort().values.tensor_split(min(BINS, len(chances)))]
-        return kept(one, read, {**probe, "bins": torch.stack(bins)}, names, told, options)
+        return save_part(one, read, {**probe, "bins": torch.stack(bins)}, names, told, options)
 
 
 def tried(model: Any, tokenizer: Any, prompt: Any, answer: str, seed: int) -> tuple[Any, float]:
@@ -94,9 +94,9 @@ def tried(model: Any, tokenizer: Any, prompt: Any, answer: str, seed: int) -> tu
 
 
 def taught(
-    method: AdaptiveBok, x: Tensor, share: Tensor, held: Tensor, options: TrainOptions
+    method: AdaptiveBok, x: Tensor, share: Tensor, tested: Tensor, options: TrainOptions
 ) -> dict[str, Tensor]:
-    """A probe that learnt from hidden states [N,E] which share of samples is right [N], but for those `held` [N], by
+    """A probe that learnt from hidden states [N,E] which share of samples is right [N], but for those `tested` [N], by
     which it is known when to stop. It reads states as they are: that they are learnt from less their mean, over their
     deviation, is made part of its first product.
     """
@@ -108,6 +108,6 @@ def taught(
     def loss(some: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(odds(probe, plain[some]), share[some])
 
-    learn(probe.values(), lambda: loss(~held), options.rate, check=lambda: loss(held))
+    learn(probe.values(), lambda: loss(~tested), options.rate, check=lambda: loss(tested))
     first = probe["first"] / spread[:, None]
     return {**probe, "first": first, "first.bias": probe["first.bias"] - middle @ first}

@@ -13,7 +13,7 @@ import torch
 from accel.compiler.load.hub import model_folder
 from accel.compiler.measure import watched
 from accel.compiler.optimize import optimize
-from accel.compiler.train.host import HostKind, Tokens, kept, questions
+from accel.compiler.train.host import HostKind, Tokens, questions, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.head import lacks_draft
@@ -69,7 +69,7 @@ class Calibrated(HostKind):
             raise InputError(f"atts: no prompt is shorter than {most} tokens; give shorter ones")
         part = {"perplexities": torch.tensor(sorted(found), dtype=torch.float32)}
         told = {"median": float(np.median(found)), "most": max(found), "turns": float(len(found))}
-        return kept(one, read, part, names, told, options)
+        return save_part(one, read, part, names, told, options)
 
 
 def written(draft: Any, prompt: Tokens, turn: int, seed: int) -> Tokens:

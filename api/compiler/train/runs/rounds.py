@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from accel.compiler.measure import watched
 from accel.compiler.optimize import optimize
-from accel.compiler.train.host import HELD, HostKind, Tokens, kept, learn, questions
+from accel.compiler.train.host import HELD, HostKind, Tokens, learn, questions, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.head import lacks_draft, untaught
@@ -124,7 +124,9 @@ class Logged(HostKind):
         part = untaught(one, options.inner, torch.Generator().manual_seed(options.seed))
         taught(one, part, *learnt, options.rate)
         told = judged(one, part, *rounds.examples(sorted(held)))
-        return kept(one, read, part, names, told | {"examples": float(len(learnt[1]))}, options)
+        return save_part(
+            one, read, part, names, told | {"examples": float(len(learnt[1]))}, options
+        )
 
 
 def taught(
