@@ -21,6 +21,7 @@ from accel import CaptureError, PassError, optimize
 from accel.ir.capture import export as exporting
 from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import Mask, attention, position_bias
+from accel.ir.ops.recurrence import causal_conv
 from accel.passes import run
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
@@ -226,6 +227,32 @@ def test_a_mask_that_depends_on_tokens_is_refused():
     model.forward = forward
     with pytest.raises(PassError, match="Nearest miss: .*its mask .* depends on the tokens"):
         recognised(model)
+
+
+class Related(Masked):
+    """Adds to the scores what the queries make of the distance; `recurrent`: after a short convolution over tokens."""
+
+    def __init__(self, recurrent):
+        super().__init__(None)
+        self.taps = torch.ones(HEADS * SIZE, 3) if recurrent else None
+
+    def forward(self, tokens, positions):
+        x = self.tokens(tokens)
+        if self.taps is not None:
+            x = x + causal_conv(x, self.taps, None, None, None)[0]
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, SIZE)).permute(2, 0, 3, 1, 4).unbind(0)
+        distance = positions[0][:, None] - positions[0][None]
+        bias = q.sum(-1, keepdim=True) / (1 + distance.abs())
+        bias = torch.where(distance < 0, NOTHING, bias)
+        out = F.scaled_dot_product_attention(q, k, v, bias)
+        return self.head(x + out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_bias_computed_of_the_tokens_is_named(recurrent):
+    """Beside a recurrence, too, with which a program without an attention is allowed."""
+    with pytest.raises(PassError, match="adds .* to its scores, a bias .* of the tokens' own vec"):
+        optimize(Related(recurrent).eval(), max_context=32, target="eager")
 
 
 # The whole way

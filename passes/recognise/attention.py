@@ -91,15 +91,8 @@ class Attention(Pass):
         masks: dict[Hashable, Class | str] = {}
         for node in list(graph.nodes):
             for site in _sites(program, kinds, order, node):
-                if isinstance(site, str):
-                    report.refused.append(f"{node.name}: {site}")
-                    continue
-                if site.key not in masks:
-                    masks[site.key] = _mask_of(program, kinds, site)
-                found = masks[site.key]
-                if isinstance(found, Class) and site.written and not _holds(program, site, found):
-                    found = "an operation on its scores is not a scale, soft cap, mask or bias"
-                if isinstance(found, str):
+                found = site if isinstance(site, str) else _read(program, kinds, site, masks)
+                if isinstance(site, str) or isinstance(found, str):
                     report.refused.append(f"{node.name}: {found}")
                     continue
                 self._rewrite(program, site, found)
@@ -133,6 +126,17 @@ class Attention(Pass):
                 *([] if sink is None else [sink]), like=site.result,
             )  # fmt: skip
         replace(site.result, restore(program, new, site.result))
+
+
+def unread(program: Program) -> str | None:
+    """The first attention that cannot be read, and why; none such: None."""
+    kinds, order = Kinds(program.step.graph), numbering(program.step.graph)
+    for node in program.step.graph.nodes:
+        for site in _sites(program, kinds, order, node):
+            found = site if isinstance(site, str) else _read(program, kinds, site, {})
+            if isinstance(found, str):
+                return f"{node.name}: {found}"
+    return None
 
 
 def _sites(
@@ -208,11 +212,28 @@ def _holds(program: Program, site: _Site, mask_class: Class) -> bool:
     return close(got.reshape(want.shape), want)
 
 
+def _read(
+    program: Program, kinds: Kinds, site: _Site, masks: dict[Hashable, Class | str]
+) -> Class | str:
+    """The mask of a site, or why it cannot be read; `masks`: those that were read, by the site's key."""
+    if site.key not in masks:
+        masks[site.key] = _mask_of(program, kinds, site)
+    found = masks[site.key]
+    if isinstance(found, Class) and site.written and not _holds(program, site, found):
+        return "an operation on its scores is not a scale, soft cap, mask or bias"
+    return found
+
+
 def _mask_of(program: Program, kinds: Kinds, site: _Site) -> Class | str:
     nodes = [*(n for n, _ in site.hide), *site.add]
-    bad = [n.name for n in nodes if kinds[n] == "data"]
-    if bad:
-        return f"its mask {bad[0]} depends on the tokens"
+    bad = next((n for n in nodes if kinds[n] == "data"), None)
+    if bad in site.add:
+        return (
+            f"it adds {bad.name} to its scores, a bias that is computed of the tokens' own vectors; "
+            "accel adds a bias by position only"
+        )
+    if bad is not None:
+        return f"its mask {bad.name} depends on the tokens; accel hides keys by position only"
     if site.causal and not nodes:
         return Class(Mask("causal"))
     if shows_padding(program, site.k, lambda positions: _matrices(program, site, positions)[0]):

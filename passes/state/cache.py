@@ -18,7 +18,7 @@ from accel.ir.program import Editor, Program, State, ancestors, evaluate
 from accel.ir.region import sizes
 from accel.ir.state import Part
 from accel.passes import Pass, Report
-from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.attention import Attention, unread
 from accel.passes.recognise.cuts import layer_groups, mixers
 from accel.passes.recognise.mask import HIDDEN
 from accel.passes.recognise.region import Kinds
@@ -51,6 +51,10 @@ class Cache(Pass):
         attentions = [n for g in groups for n in g if n.target is attention.default]
         mixed = mixes_tokens(program)
         if mixed:
+            if missed := unread(program):
+                raise PassError(
+                    f"{missed}. So {mixed} mixes tokens in a way that accel cannot cache"
+                )
             raise PassError(
                 f"{mixed}: this mixes tokens outside attention; accel can cache only attention "
                 "and the recurrences that it has an operator for"
