@@ -1,6 +1,6 @@
 """Loops that fill masks, on the bundled masked-diffusion model: calls, tokens per second, exact answers.
 
-    python tools/bench/bench_diffusion.py [--model FOLDER] [--prompts N] [--new N] [--block K] [--json FILE]
+    python tools/bench/bench_diffusion.py [--model FOLDER] [--loops NAME …] [--prompts N] [--block K] [--json FILE]
 
 Every loop decodes every prompt, one after the other, so that whatever else runs on the machine meets all alike. Of each
 prompt the speed is compared with that of one token per call; the median of those ratios is told, with calls, exact
@@ -36,6 +36,8 @@ VARIED: dict[
     "dllm-lowconf, dual": {"use": "dllm-lowconf", "cache": "dual"},
     "freedave, dual": {"use": "freedave", "cache": "dual"},
     "localleap, dual": {"use": "localleap", "cache": "dual"},
+    "learn2pd, end filled": {"use": "learn2pd", "end": "filled"},
+    "learn2pd, end guessed": {"use": "learn2pd", "end": "guessed"},
     "dllm-entropy, one block": {"use": "dllm-entropy", "block": 1 << 20},
 }
 TASKS = ("key_value", "copy", "rest")
@@ -46,6 +48,11 @@ def loops() -> dict[str, dict[str, Any]]:
     axis = find_axes()["loop"]
     fills = [name for name in axis.names() if axis.method(name).masked_diffusion]
     return {name: {"use": name} for name in (PLAIN, *fills)} | VARIED
+
+
+def chosen(given: Any) -> dict[str, dict[str, Any]]:
+    """Those of `loops` that are asked for, and the one that they are compared with."""
+    return {n: t for n, t in loops().items() if not given.loops or n in (PLAIN, *given.loops)}
 
 
 def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[str, str]]:
@@ -67,7 +74,7 @@ def measure(model: Any, given: Any) -> list[dict[str, Any]]:
         for number, (prompt, answer) in enumerate(
             questions(task, given.prompts, given.tokens, given.new)
         ):
-            for name, table in loops().items():
+            for name, table in chosen(given).items():
                 model._loop = host_method({"loop": {"block": given.block, **table}}, "loop", PLAIN)
                 start = time.perf_counter()
                 out = model.generate(prompt, max_new_tokens=given.new)
@@ -86,7 +93,7 @@ def table(lines: list[dict[str, Any]]) -> None:
     figures = ("exact answers", *plainly, "tokens/s", "of one token per call")
     head("task", "loop", *(f">{name}" for name in figures))
     for task in dict.fromkeys(x["task"] for x in lines):
-        for name in loops():
+        for name in dict.fromkeys(x["loop"] for x in lines):
             some = [x for x in lines if x["task"] == task and x["loop"] == name]
             base = [plain[task, x["prompt"]] for x in some]
             pairs = list(zip(some, base, strict=True))
@@ -107,6 +114,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=REFERENCE / "diffusion")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--loops", nargs="+", default=[], help="only these beside the plain one")
     parser.add_argument("--prompts", type=int, default=20, help="of each task")
     parser.add_argument("--tokens", type=int, default=100, help="of a prompt, about")
     parser.add_argument("--new", type=int, default=64, help="tokens that there is room for")
