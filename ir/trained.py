@@ -70,10 +70,10 @@ def located(
         if like(told.get("model", ""), model) is Likeness.OTHER:
             raise kind(f"{key}: {file} was {done} for another model; for {whose}, {act}")
         return file
-    file, reason = searched(part, model, options, like, kind, option)
-    if file is None:
+    there, reason = searched(part, model, options, like, kind, option)
+    if there is None:
         raise kind(f"{key}: {reason}; for {whose}, {act}")
-    return file
+    return there
 
 
 def searched(

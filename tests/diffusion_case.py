@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,18 +17,21 @@ from torch import nn
 
 import accel
 from accel.compiler.facts_json import model_facts
-from accel.ir.axis import Axis
+from accel.ir.axis import Axis, find_axes
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.canvas.whole import Whole
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
+from accel.runtime.decode.trained_part import TrainedPart
 from accel.runtime.loop._canvas import Guess
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
 
 from .own_case import file_of
+from .part_case import written
 
 VOCABULARY, MASK, LONGEST = 41, 40, 96
+_PARTS = TemporaryDirectory()
 NEW, BLOCK = 21, 8  # tokens of an answer, whose last block is shorter
 
 
@@ -243,7 +248,13 @@ def eager(shift: bool) -> tuple[Filler, CompiledModel]:
 def with_loop(
     compiled: CompiledModel, use: str, canvas: Any = "whole", **options: Any
 ) -> CompiledModel:
-    """The same program under another loop, without a build. canvas: a name, or a table."""
+    """The same program under another loop, without a build. A loop that needs a part gets that of its test file.
+    canvas: a name, or a table.
+    """
+    method = find_axes()["loop"].method(use)
+    if issubclass(method, TrainedPart) and not method.optional:
+        block = options.get("block", method.block)
+        options = {"trained": _part_of(compiled, use, block), **options}
     table = {"use": canvas} if isinstance(canvas, str) else canvas
     recipe = {"tables": {"loop": {"use": use, **options}, "canvas": table}}
     program = compiled.program
@@ -251,6 +262,13 @@ def with_loop(
     return CompiledModel(
         EagerBackend(program), model_facts(program), tokenizer=compiled.tokenizer, recipe=recipe
     )
+
+
+@cache
+def _part_of(compiled: CompiledModel, use: str, block: int) -> str:
+    """The file of a loop's part, `part(block)` of its test file, for this model."""
+    tensors = file_of("runtime.loop", use, "part").part(block)
+    return written(compiled, use, tensors, Path(_PARTS.name) / f"{id(compiled)}-{use}-{block}")
 
 
 def prompts(seed: int = 0, sizes: tuple[int, ...] = (5, 11)) -> list[list[int]]:

@@ -52,7 +52,7 @@ def test_each_method_is_of_one_kind():
     assert set(methods) == set(parts()), "each comes with accel for the bundled model"
     measured = {n for n, (_, m) in methods.items() if kind.kind_of(m) is table.Measured}
     assert measured == {name for name, one in parts().items() if one.measured}
-    of_two = {n for n, (_, m) in methods.items() if "draft" in getattr(m, "beside", ())}
+    of_two = {n for n, (_, m) in methods.items() if "draft" in getattr(m, "models", ())}
     assert of_two == {name for name, one in parts().items() if one.of_two}
 
 

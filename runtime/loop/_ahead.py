@@ -16,12 +16,13 @@ from accel.ir.axis import option
 from accel.ir.errors import InputError
 from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
+from accel.runtime.canvas import Mask
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.prompts import prompted
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop import Base, check_rows
-from accel.runtime.loop._canvas import Floats, Guess, Mask, Place
+from accel.runtime.loop._canvas import Floats, Guess, Place
 from accel.runtime.session.core import CHUNK
 from accel.runtime.session.session import Session
 

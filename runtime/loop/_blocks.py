@@ -74,9 +74,12 @@ class Blocks(Base):
                 place = canvas.place(i, step, int(total[i]))
                 if self.ends(guess, place):
                     canvas.commit(i, guess, slice(None))
-                else:
-                    block = guess.before(canvas.last[i])
-                    canvas.commit(i, block, self.stays(block, place))
+                    continue
+                block = guess.before(canvas.last[i])
+                stays = self.stays(block, place)
+                canvas.commit(i, block, stays)
+                if (end := self.cuts(block, stays, place)) is not None:
+                    canvas.cut(i, end)
             step += 1
             yield from canvas.take()
 
@@ -93,6 +96,12 @@ class Blocks(Base):
         too, where the call sees them anew.
         """
         return False
+
+    def cuts(self, guess: Guess, places: Any, place: Place) -> int | None:
+        """The slot where the row ends from here on, once what a guess has at these places stays: a token that ends the
+        row is before it. None: where it did.
+        """
+        return None
 
 
 def share(total: int, steps: int, step: int) -> int:

@@ -54,7 +54,7 @@ class AdaptiveBok(TrainedPart, Base):
     key: ClassVar[str] = "adaptive-bok"
     optional = True
     grade = "approximate"  # of several answers the best
-    scores = True
+    takes = frozenset({"scorer"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -40,6 +40,8 @@ VARIED: dict[str, Tables] = {  # loops with other options than their defaults
     "freedave, dual": ({"use": "freedave"}, DUAL),
     "localleap, dual": ({"use": "localleap"}, DUAL),
     "dllm-entropy, one block": ({"use": "dllm-entropy", "block": 1 << 20}, {}),
+    "learn2pd, end filled": ({"use": "learn2pd", "end": "filled"}, {}),
+    "learn2pd, end guessed": ({"use": "learn2pd", "end": "guessed"}, {}),
 }
 VARIED_OF_BLOCKS: dict[str, Tables] = {
     f"{name}, {option} {value:g}": ({"use": name, option: value}, {})

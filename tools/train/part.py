@@ -85,7 +85,7 @@ def arguments(words: list[str]) -> tuple[str, dict[str, Any]]:
 def main(words: list[str]) -> None:
     method, given = arguments(words)
     one = trained_methods().get(method, ("", object))[1]
-    if "draft" in getattr(one, "beside", ()):
+    if "draft" in getattr(one, "models", ()):
         given.setdefault("draft", REFERENCE / "draft")
     with tempfile.TemporaryDirectory() as folder:
         kind = kind_of(one)

@@ -59,7 +59,7 @@ def learn(
     least, best = float("inf"), list[Tensor]()
     for step in range(steps):
         optimiser.zero_grad()
-        loss().backward()  # type: ignore[no-untyped-call]
+        loss().backward()
         optimiser.step()
         schedule.step()
         if check is not None and step % CHECKED == CHECKED - 1:

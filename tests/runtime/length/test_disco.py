@@ -1,5 +1,6 @@
 """disco: what its head reads, what is logged of rounds and learnt, and when drafts end."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,7 +98,7 @@ def test_rounds_are_logged_with_what_stood(monkeypatch):
 
 
 def test_the_head_learns_what_tells_and_nothing_from_noise(monkeypatch):
-    monkeypatch.setattr(trainer, "STEPS", 150)
+    monkeypatch.setattr(trainer, "learn", partial(trainer.learn, steps=150))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(600, Disco.width(), generator=generator)
     for right, learns in (

@@ -67,7 +67,7 @@ def test_a_decision_is_made_after_each_level(monkeypatch):
     """By how likely the likeliest path is: more levels with a lower threshold; 0 never ends a tree, more than 1 ends
     each after one level.
     """
-    monkeypatch.setattr(McsdImproved, "head", property(by_the_first))
+    monkeypatch.setattr(McsdImproved, "part", property(by_the_first))
     says, found = table(SIZE, 2), []
     tree = tree_of(Static(widths=[3, 2, 1, 1, 1]).begin(), 99, Asked(says))
     told = list(levels(tree, says))

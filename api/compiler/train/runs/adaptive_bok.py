@@ -62,7 +62,8 @@ class Probed(HostKind):
             )
         x = torch.from_numpy(np.stack([state for state, _ in found]))
         share = torch.tensor([right for _, right in found])
-        held = torch.arange(len(x)) % HELD == 0
+        order = np.random.default_rng(options.seed).permutation(len(x))  # tasks may come in turn
+        held = torch.from_numpy(order) % HELD == 0
         probe = taught(one, x, share, held, options)
         chances = one.odds(probe, x[held]).sigmoid()
         told = {
