@@ -221,8 +221,8 @@ class Canvas:
                 np.maximum(asked[i] - self._shift, 0)
             )
         tokens = np.take_along_axis(self.ids, places, 2)
-        each = [part.reshape(-1, part.shape[2]) for part in (tokens, places, columns)]
-        return self.session.write(*each[:2], sizes.reshape(-1), each[2])
+        ids, at, rows = (part.reshape(-1, part.shape[2]) for part in (tokens, places, columns))
+        return self.session.write(ids, at, sizes.reshape(-1), rows)
 
     def _guess(self, i: int, ids: Ints, hidden: Mask, slots: Ints, logits: Floats) -> Guess:
         """What logits [n,V] of slots [n] say of those that are `hidden` [W] of a row that holds `ids` [W]. No guess is
