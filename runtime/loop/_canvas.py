@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -28,8 +28,7 @@ class Guess:
 
     Attributes: `slots` [n], rising; `tokens` [n], what each would hold; `logits` [n,V], the model's, -inf of the mask.
     Of all that the model gives, whatever the sampler does: `sure` [n], the token's probability; `lead` [n], by how much
-    the best logit is above the second; `entropy` [n], in nats. `near` [k,V]: the logits of all slots from the block's
-    begin on, filled ones too, that the call was asked of; `mask`: the token that none of them holds.
+    the best logit is above the second; `entropy` [n], in nats.
     """
 
     slots: Ints
@@ -38,13 +37,9 @@ class Guess:
     sure: Floats
     lead: Floats
     entropy: Floats
-    near: Floats | None = None
-    mask: int = 0
 
     @classmethod
-    def of(
-        cls, slots: Ints, tokens: Ints, logits: Floats, near: Floats | None = None, mask: int = 0
-    ) -> Guess:
+    def of(cls, slots: Ints, tokens: Ints, logits: Floats) -> Guess:
         """All that logits say."""
         best = np.partition(logits, -2, axis=1)[:, -2:]
         behind = logits - best[:, 1:]  # by how much each logit is below the best
@@ -53,7 +48,7 @@ class Guess:
         sure = np.exp(behind[np.arange(len(slots)), tokens]) / mass
         parts *= np.where(parts > 0, behind, 0)
         entropy = np.log(mass) - parts.sum(axis=1, dtype=np.float64) / mass
-        return cls(slots, tokens, logits, sure, best[:, 1] - best[:, 0], entropy, near, mask)
+        return cls(slots, tokens, logits, sure, best[:, 1] - best[:, 0], entropy)
 
     def __len__(self) -> int:
         return self.slots.size
@@ -65,20 +60,10 @@ class Guess:
         found: Floats = weights / weights.sum(axis=1, keepdims=True)
         return found
 
-    @cached_property
-    def peaks(self) -> Floats:
-        """The largest probability at each slot of `near` [k], of a token that is not the mask."""
-        assert self.near is not None
-        logits = self.near.astype(np.float64)
-        logits[:, self.mask] = -np.inf
-        found: Floats = 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
-        return found
-
     def before(self, end: int) -> Guess:
         """Of the slots before `end` alone."""
         n = int(self.slots.searchsorted(end))
-        each = [f.name for f in fields(self) if f.name not in ("near", "mask")]
-        return replace(self, **{name: getattr(self, name)[:n] for name in each})
+        return Guess(*(getattr(self, field.name)[:n] for field in fields(self)))
 
     def first(self, count: int) -> Ints:
         """The places, in `slots`, of the `count` surest; the lowest slot of equals."""
@@ -236,8 +221,8 @@ class Canvas:
                 np.maximum(asked[i] - self._shift, 0)
             )
         tokens = np.take_along_axis(self.ids, places, 2)
-        each = [part.reshape(-1, part.shape[2]) for part in (tokens, places, columns)]
-        return self.session.write(*each[:2], sizes.reshape(-1), each[2])
+        ids, at, rows = (part.reshape(-1, part.shape[2]) for part in (tokens, places, columns))
+        return self.session.write(ids, at, sizes.reshape(-1), rows)
 
     def _guess(self, i: int, ids: Ints, hidden: Mask, slots: Ints, logits: Floats) -> Guess:
         """What logits [n,V] of slots [n] say of those that are `hidden` [W] of a row that holds `ids` [W]. No guess is
@@ -250,7 +235,7 @@ class Canvas:
         if tokens is None:
             seen = ids[: first + int(hidden[first:].argmax())]
             tokens = np.array([row.sampler(one, seen, row.rng) for one in scores], np.int64)
-        return Guess.of(slots, tokens, scores, logits, self._mask)
+        return Guess.of(slots, tokens, scores)
 
     def commit(self, i: int, guess: Guess, places: Any) -> None:
         """Let these of a guess's slots (by their place in it) hold its tokens for good."""

@@ -23,7 +23,7 @@ END = ("none", "filled", "guessed")
 @dataclass(frozen=True)
 class Learn2pd(TrainedPart, Blocks):
     """Tokens stay that the network finds final with a probability above `threshold`, and always the surest. It reads
-    how sure the model is of each slot of the block, filled ones too. `trained`: its file, from
+    how sure the model is of each mask of the block; of a slot that is filled it is sure. `trained`: its file, from
     `accel-compile train learn2pd`; empty: the one that a build finds. A file is for blocks of one size.
 
     `end`: where an end token is `filled`, nothing behind it is computed; or also where the surest of the masks that
@@ -34,6 +34,7 @@ class Learn2pd(TrainedPart, Blocks):
     end: str = option("none", one_of=END)
     trained: str = ""
 
+    lacks = "what the model says of slots that are filled, which cached calls do not compute"
     key: ClassVar[str] = "learn2pd"
 
     @classmethod
@@ -75,7 +76,9 @@ class Learn2pd(TrainedPart, Blocks):
 
     def stays(self, guess: Guess, place: Place) -> Any:
         network, row = place.memory
-        odds = self.odds(network, read(guess, self.block)[None])[0][guess.slots - place.first]
+        odds = self.odds(network, read(guess, place, self.block)[None])[0][
+            guess.slots - place.first
+        ]
         stays = surest(guess, 1 / (1 + np.exp(np.minimum(-odds, 80))) > self.threshold)
         if self.end == "guessed" and (ends := _ends(row, guess)).any():
             stays = np.union1d(stays, np.argmax(np.where(ends, guess.sure, -1)))
@@ -88,13 +91,10 @@ class Learn2pd(TrainedPart, Blocks):
         return int(slots.min()) + 1 if slots.size else None
 
 
-def read(guess: Guess, block: int) -> npt.NDArray[np.float32]:
-    """What the network reads of a call [K]: the largest probability at each slot of the block, 1 at those that a last
-    block lacks.
-    """
+def read(guess: Guess, place: Place, block: int) -> npt.NDArray[np.float32]:
+    """What the network reads of a call [K]: the largest probability at each mask of the block, 1 at the other slots."""
     found = np.ones(block, np.float32)
-    peaks = guess.peaks[:block]
-    found[: len(peaks)] = peaks
+    found[guess.slots - place.first] = guess.probabilities.max(1)
     return found
 
 

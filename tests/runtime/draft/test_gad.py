@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import accel
 from accel.compiler import draft_build, optimize
@@ -17,7 +16,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.draft.gad import Gad
 from accel.runtime.session.session import Session
 
-from ...diffusion_case import LONGEST, MASK, Filler, prompts
+from ...diffusion_case import LONGEST, MASK, Filler, Slots, prompts
 from ...draft_case import rows_of
 
 LIMITS = {0: 6, 1: 3}
@@ -37,24 +36,19 @@ def opened(compiled, rows, costs=None):
     return Gad().open(SimpleNamespace(vocab_size=MASK + 1), rows, DecodeContext({}, costs, model))
 
 
-class Slots:
-    """What a row's slots hold, over the module's own cache."""
+class Drafted:
+    """What a row's slots hold, by token."""
 
     def __init__(self, module):
-        self.module, self.store, self.text = module, {}, 0
+        self.shift, self.slots, self.text = module.shift, Slots(module), 0
 
     def block(self, seen, size):
         """The likeliest token of each of `size` masks behind `seen`; slots of an older block are masks again."""
-        held = next(iter(self.store.values()))[0].shape[1] if self.store else 0
-        start = min(self.text, len(seen) - self.module.shift)
-        after = max(len(seen) + size, held)
-        for layer, pair in self.store.items():
-            self.store[layer] = [torch.nn.functional.pad(x, (0, 0, 0, after - held)) for x in pair]
-        tokens = torch.tensor([*seen[start:], *[MASK] * (after - len(seen))])
-        logits = self.module.cached(tokens, start, self.store)[
-            len(seen) - start - self.module.shift :
-        ]
-        logits[:, MASK] = -torch.inf
+        start = min(self.text, len(seen) - self.shift)
+        after = max(len(seen) + size, len(self.slots.kept[0]))
+        tokens = [*seen[start:], *[MASK] * (after - len(seen))]
+        logits = self.slots.write(tokens, range(start, after))[len(seen) - start - self.shift :]
+        logits[:, MASK] = -np.inf
         self.text = len(seen)
         return logits[:size].argmax(1).tolist()
 
@@ -62,7 +56,7 @@ class Slots:
 def law(module, compiled, spoil=lambda drafters: None):
     """Three drafts of two rows, of which a different number of tokens stand; the second row misses one."""
     rows, rng = rows_of(prompts(), limit=60), np.random.default_rng(3)
-    drafters, slots = opened(compiled, rows), [Slots(module) for _ in rows]
+    drafters, slots = opened(compiled, rows), [Drafted(module) for _ in rows]
     found = set()
     for turn, asked in enumerate((LIMITS, {0: 2}, LIMITS)):
         spoil(drafters)

@@ -43,7 +43,8 @@ def filtered(threshold):
 
     def stays(seen):
         network = {name: tensor.astype(np.float64) for name, tensor in part(BLOCK).items()}
-        sure = [*law(seen.logits).max(1), *[1.0] * (BLOCK - len(seen.free))]
+        sure = np.where(seen.free, law(seen.logits).max(1), 1)
+        sure = [*sure, *[1.0] * (BLOCK - len(seen.free))]
         hidden = np.maximum(0, sure @ network["first"] + network["first.bias"])
         final = 1 / (1 + np.exp(-(hidden @ network["last"] + network["last.bias"]))) > threshold
         return np.flatnonzero(

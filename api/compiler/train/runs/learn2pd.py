@@ -22,6 +22,7 @@ from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import Source
 from accel.ir.errors import InputError
+from accel.runtime.canvas.whole import Whole
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.decode.trained_part import sample
@@ -51,7 +52,7 @@ class Oracle(Blocks):
         want = self.answer[place.before + within]
         right, there = np.zeros((2, self.block), np.float32)
         right[within], there[within] = guess.tokens == want, 1
-        self.calls.append((read(guess, self.block), right, there))
+        self.calls.append((read(guess, place, self.block), right, there))
         if not right.any():
             guess.tokens[:] = want
             return slice(None)
@@ -120,7 +121,7 @@ def decoded(model: Any, loop: Base, prompt: Tokens, new: int) -> Tokens:
         prompt, Standard(), np.random.default_rng(0), limit=new, max_context=model.facts.max_context
     )
     with model.session() as session:
-        for _ in loop.tokens(session, [row], DecodeContext(model=model)):
+        for _ in loop.tokens(session, [row], DecodeContext({"canvas": Whole()}, model=model)):
             pass
     return np.array(row.tokens, np.int64)
 
