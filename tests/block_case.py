@@ -30,6 +30,9 @@ class Case:
     options: dict[str, Any]
     plain: Callable[[np.ndarray, int], tuple[list[int], int]]
 
+    def __str__(self) -> str:
+        return str(self.options)
+
 
 def sight(text: int, tree: np.ndarray) -> np.ndarray:
     """What each token sees of a text and of a call behind it: the text causally, the call as `tree` says."""
