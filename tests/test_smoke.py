@@ -17,6 +17,7 @@ from accel.compiler.smoke import smoke as smoke_module
 from accel.compiler.smoke.clone import clone, depth, shrunk
 from accel.compiler.smoke.source import small_model
 from accel.compiler.smoke.tiny_models import small_config
+from accel.ir.capture.rounding import Float64
 from accel.passes.check import NumericCheck
 from accel.passes.weights.float16 import Float16
 from accel.runtime.session.modes.canvas import CanvasState
@@ -114,6 +115,12 @@ def test_a_size_that_must_not_shrink_stays_full():
     assert found.notes == ["full size, because smaller values fail: vocab"]
     with pytest.raises(CaptureError, match="no small model of LlamaConfig: ValueError: 500 words"):
         clone(config_of("llama", vocab_size=400), picky)
+
+
+def test_a_clone_is_the_same_each_time():
+    """What a type's own code draws, too, such as the decays of its states."""
+    found = [built(config_of("qwen3_next")).model.state_dict() for _ in range(2)]
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_every_layer_matters():
@@ -232,10 +239,8 @@ def test_a_model_that_cannot_be_compiled_is_refused_and_crashes_are_placed(monke
     assert found.cells[0].where.startswith("__init__.py:"), "the pass manager, which called it"
 
 
-@pytest.mark.parametrize("part", ["prefill", "steps", "rewind", "ragged"])
-def test_a_wrong_number_anywhere_is_seen(part, monkeypatch):
-    """The control: a session that goes wrong in one way of calling it only."""
-    model = models.tiny()
+def sessions(model, change):
+    """Sessions that give a module's own logits, in float64; `change(part, logits)` may change those of a call."""
 
     class Session:
         def __init__(self, batch):
@@ -246,12 +251,12 @@ def test_a_wrong_number_anywhere_is_seen(part, monkeypatch):
             for row, new in enumerate(ids):
                 kept = list(new) if lengths is None else list(new[: lengths[row]])
                 self.rows[row] += kept
-                whole = smoke_module.own_logits(model, torch.tensor([self.rows[row]]))[0]
+                with Float64():
+                    whole = smoke_module.own_logits(model, torch.tensor([self.rows[row]]))[0]
                 logits[row, : len(kept)] = whole[len(whole) - len(kept) :].numpy()
             self.calls += 1
             now = "ragged" if len(self.rows) > 1 else "rewind" if self.rewound else "steps"
-            if part == ("prefill" if self.calls == 1 and now == "steps" else now):
-                logits[-1, -1, 3] += 0.1
+            change("prefill" if self.calls == 1 and now == "steps" else now, logits)
             return logits
 
         def rewind(self, length):
@@ -269,6 +274,48 @@ def test_a_wrong_number_anywhere_is_seen(part, monkeypatch):
         )
         session = staticmethod(Session)
 
+    return Compiled
+
+
+class Cancels(nn.Module):
+    """Logits of some tokens are what is left of two large terms, so float32 knows four of their digits."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = models.tiny()
+
+    def forward(self, tokens):
+        x = self.inner(tokens)
+        large = torch.where(tokens[..., None] % 3 == 0, 3e4, 0.0) * (x + 1.1)
+        return x + large - large
+
+
+@pytest.mark.parametrize("size", [0.0, 1.5e-4])
+def test_what_rounding_moves_is_right_and_a_fault_beside_it_is_not(size):
+    """The control: a fault of little more than the bound in the tokens that float32 does know."""
+    model, before = Cancels().eval(), []
+
+    def wrong(part, logits):
+        before.append(part)
+        if part == "steps" and before.count("steps") == 2:
+            logits[0, 0, 3] += size * max(1.0, np.abs(logits).max())
+
+    errors = smoke_module.compare(model, sessions(model, wrong))
+    assert {p for p, e in errors.items() if e > 1e-4} == ({"steps"} if size else set()), errors
+    plain = smoke_module.compare(model, sessions(model, wrong), bound=0.1)
+    assert max(plain.values()) > 3e-4, "without that, the module's rounding is an error"
+
+
+@pytest.mark.parametrize("part", ["prefill", "steps", "rewind", "ragged"])
+def test_a_wrong_number_anywhere_is_seen(part, monkeypatch):
+    """The control: a session that goes wrong in one way of calling it only."""
+    model = models.tiny()
+
+    def wrong(now, logits):
+        if now == part:
+            logits[-1, -1, 3] += 0.1
+
+    Compiled = sessions(model, wrong)
     errors = smoke_module.compare(model, Compiled)
     assert {p for p, e in errors.items() if e > 1e-4} == {part}
     medians = smoke_module.compare(model, Compiled, turns=True)

@@ -89,7 +89,9 @@ def page(rows: dict[str, Any]) -> str:
         f"{len(rows)} published models: **{count}**. `accel-compile smoke` shrinks a configuration and keeps its layer "
         "pattern, its rotation and its kinds of attention; the weights are random. Each was built with `base` for ONNX "
         "and eager, and compared with the module's own forward: prefill, single steps, a rewind, a ragged batch. The "
-        "error is the largest of a logit, relative to the largest logit (at least 1); right is at most 1e-04. "
+        "error is the largest of a logit, relative to the largest logit (at least 1); right is at most 1e-04. Where "
+        "rounding alone takes a token of the module beyond that, its error is divided by as much "
+        "(`ir/capture/rounding.py`). "
         "Made by `python tools/matrix/published.py FILE… --source WHERE --write` with transformers "
         f"{transformers.__version__}.",
         "",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.compiler.smoke.tiny_models import randomise, written_out
+from accel.compiler.smoke.tiny_models import randomise, seeded, written_out
 from accel.ir.capture.adapter import Adapter
 from accel.ir.capture.inspect import inspect
 from accel.ir.capture.logits import logits_of
@@ -105,9 +105,8 @@ def _made(config: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
         raise CaptureError(
             f"it has {count:,} parameters, more than the limit for a small model, {_MOST:,}"
         )
-    model = make(
-        config
-    ).float()  # as accel computes; a checkpoint's configuration often says bfloat16
+    with seeded():
+        model = make(config).float()  # as accel computes; configurations often say bfloat16
     model = written_out(randomise(model, str(config.model_type)))
     tokens = torch.arange(1, 11).reshape(2, 5)
     if not bool(own_logits(model, tokens).isfinite().all()):

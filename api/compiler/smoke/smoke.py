@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel.compiler.assemble import GRADES, Plan, assemble
 from accel.compiler.build_options import TARGETS
@@ -28,6 +28,7 @@ from accel.compiler.smoke.clone import own_logits, sources
 from accel.compiler.smoke.source import small_model
 from accel.ir.axis import find_axes
 from accel.ir.capture.inspect import inspect
+from accel.ir.capture.rounding import apart
 from accel.ir.errors import AccelError, InputError, Miscompiled, PassError, RecipeError, unknown
 from accel.ir.recipe import Recipe, bundled
 from accel.ir.ties import TOPK
@@ -60,7 +61,7 @@ class Cell:
         status: "right" (equal to the module's logits up to rounding), "approximate" (within the
             declared error of a lossy recipe), "refused", "wrong" or "crashed".
         error: largest difference of a logit from the module's, relative to the largest logit (at
-            least 1); None if nothing ran.
+            least 1), divided where rounding alone takes a token beyond the bound (`compare`); None if nothing ran.
         where: the call with the largest error, or the line of a crash.
         reason: of a refusal, a crash or a wrong result.
     """
@@ -174,7 +175,8 @@ def _cell(model: nn.Module, plan: Plan, target: str) -> Cell:
         with optimize(
             copy.deepcopy(model), plan.recipe, target=target, max_context=64, max_batch=len(RAGGED)
         ) as compiled:
-            found = judge(plan, compare(model, compiled, turns=_turns(plan, compiled)))
+            errors = compare(model, compiled, _turns(plan, compiled), allowed(plan))
+            found = judge(plan, errors)
     except Exception as error:
         found = _failed(error)
     seconds = round(time.perf_counter() - start, 1)
@@ -212,25 +214,35 @@ def _failed(error: Exception) -> dict[str, Any]:
 def judge(plan: Plan, errors: dict[str, float]) -> dict[str, Any]:
     """The status of errors by part: what an exact recipe may round, a lossy one declares."""
     part, error = max(errors.items(), key=lambda item: item[1])
-    exact = plan.grade != GRADES[-1]
-    allowed = Pass.error if exact else max(Pass.error, sum(p.error for p in plan.passes))
+    exact, bound = plan.grade != GRADES[-1], allowed(plan)
     found = {"error": error, "where": part}
-    if error <= allowed:
+    if error <= bound:
         return {"status": "right" if exact else "approximate", **found}
-    more = ", ".join(f"{p} {e:.1e}" for p, e in errors.items() if not e <= allowed)
-    return {"status": "wrong", **found, "reason": f"more than {allowed:.0e}: {more}"}
+    more = ", ".join(f"{p} {e:.1e}" for p, e in errors.items() if not e <= bound)
+    return {"status": "wrong", **found, "reason": f"more than {bound:.0e}: {more}"}
 
 
-def compare(model: nn.Module, compiled: CompiledModel, turns: bool = False) -> dict[str, float]:
+def allowed(plan: Plan) -> float:
+    """The largest error that a recipe declares."""
+    exact = plan.grade != GRADES[-1]
+    return Pass.error if exact else max(Pass.error, sum(p.error for p in plan.passes))
+
+
+def compare(
+    model: nn.Module, compiled: CompiledModel, turns: bool = False, bound: float = Pass.error
+) -> dict[str, float]:
     """The largest error of each way to call a session, relative to the largest logit (at least 1). Where a rounded
     weight `turns` a close choice, as of experts, that token's logits are others: there the median token counts.
+
+    Where an error is more than `bound`, it is measured how far rounding alone may move the module's own logits; a token
+    that it takes beyond the bound has its error divided by as much (`ir/capture/rounding.py`).
 
     prefill: one call of several tokens; steps: single tokens over the cache; rewind: several tokens
     after a rewind; ragged: rows of different lengths, and a token of each after that. Where layers may
     be left out, all of them run. Where tokens see later ones: `compare_written`.
     """
     if compiled.facts.diffusion is not None:
-        return compare_written(model, compiled)
+        return compare_written(model, compiled, bound)
     room = min(LONGEST, compiled.facts.max_context)
     ids = _tokens(model, (len(RAGGED), 2 * room))
     errors: dict[str, list[float]] = {"prefill": [], "steps": [], "rewind": [], "ragged": []}
@@ -248,10 +260,8 @@ def compare(model: nn.Module, compiled: CompiledModel, turns: bool = False) -> d
         source = None if encoder_input is None else encoder_input[row : row + 1]
         if source is not None and counted:
             source = source[:, : RAGGED[row]]
-        want = own_logits(model, torch.tensor([list(map(int, tokens))]), source)[0]
-        scale = max(1.0, float(want.abs().max()))
-        each = (torch.from_numpy(np.array(got)) - want[rows]).abs().amax(-1) / scale
-        errors[part] += [e if e == e else float("inf") for e in each.tolist()]
+        whole = torch.tensor([list(map(int, tokens))])
+        errors[part] += _apart(model, whole, source, np.array(got), rows, bound)
 
     first = min(PREFILL, max(1, room - STEPS))
     end = min(first + STEPS, room)
@@ -289,7 +299,22 @@ def compare(model: nn.Module, compiled: CompiledModel, turns: bool = False) -> d
     return {part: max(found, default=0.0) for part, found in errors.items()}
 
 
-def compare_written(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
+def _apart(
+    model: nn.Module, tokens: Tensor, source: Any, got: Any, rows: slice, bound: float
+) -> list[float]:
+    """Errors of logits `got` [t,V] of some tokens of one sequence [1,T], as `compare` counts them."""
+    want = own_logits(model, tokens, source)[0]
+    scale = max(1.0, float(want.abs().max()))
+
+    def run() -> Tensor:
+        return own_logits(model, tokens, source)[0][rows]
+
+    return apart(torch.from_numpy(got), want[rows], scale, run, bound).tolist()
+
+
+def compare_written(
+    model: nn.Module, compiled: CompiledModel, bound: float = Pass.error
+) -> dict[str, float]:
     """As `compare`, of a model that sees both ways. prefill: rows of different lengths in one call; written: some of
     their tokens, again; shorter: all but the last one.
     """
@@ -298,11 +323,8 @@ def compare_written(model: nn.Module, compiled: CompiledModel) -> dict[str, floa
     errors = dict.fromkeys(("prefill", "written", "shorter"), 0.0)
 
     def see(part: str, got: Any, row: int, columns: slice, size: int) -> None:
-        want = own_logits(model, torch.from_numpy(ids[row : row + 1, :size]), None)[0]
-        worst = float((torch.from_numpy(got) - want[columns]).abs().max()) / max(
-            1.0, float(want.abs().max())
-        )
-        errors[part] = max(errors[part], worst if worst == worst else float("inf"))
+        whole = torch.from_numpy(ids[row : row + 1, :size])
+        errors[part] = max(errors[part], *_apart(model, whole, None, got, columns, bound))
 
     with compiled.session(len(RAGGED)) as session:
         whole = session.run(ids, lengths)

@@ -15,7 +15,7 @@ from torch import nn
 from accel.compiler.load.config import auto_class, check_type
 from accel.compiler.load.source import open_source
 from accel.compiler.smoke.clone import clone
-from accel.compiler.smoke.tiny_models import randomise, small_config, written_out
+from accel.compiler.smoke.tiny_models import randomise, seeded, small_config, written_out
 from accel.ir.capture.inspect import inspect
 from accel.ir.errors import CaptureError, unknown
 
@@ -78,8 +78,9 @@ def _cloned(config: Any, make: Any = None, trust_remote_code: bool = False) -> S
 def _of_type(name: str) -> Source:
     """A model type of transformers in its default form."""
     check_type(name, "model type")
-    model = written_out(randomise(of_config(small_config(name)), name))
-    return _source(name, model, [])
+    with seeded():
+        model = of_config(small_config(name))
+    return _source(name, written_out(randomise(model, name)), [])
 
 
 def of_config(config: Any, trust_remote_code: bool = False) -> nn.Module:

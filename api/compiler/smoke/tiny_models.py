@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.errors import CaptureError, unknown
@@ -269,12 +271,10 @@ def _layers(default: dict[str, Any], least: int) -> int:
 
 def small_model(model_type: str, tied: bool = False) -> nn.Module:
     """A small random-weight causal language model of a type; its text part where it has others."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     config = small_config(model_type, tie_word_embeddings=tied)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # of what `randomise` leaves as the type's own code made it
+    with seeded():
         try:
             model = AutoModelForCausalLM.from_config(config)
         except AttributeError:  # a configuration of several parts: the class takes the text's
@@ -291,6 +291,16 @@ def written_out(model: nn.Module) -> nn.Module:
     if inspect(model).swaps.written_attention:
         model.set_attn_implementation("eager")  # type: ignore[operator]
     return model
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """What `randomise` leaves as a type's own code makes it is drawn of one seed."""
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
 
 
 def randomise(model: nn.Module, name: str, embedding: float = 0.4) -> nn.Module:
