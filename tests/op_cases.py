@@ -617,6 +617,16 @@ def cases() -> list[Case]:
             for s in ((), (7,), (2, 3))
         ),
         Case("take_rows", rows.take_rows, take),
+        Case(
+            "given_rows",
+            rows.given_rows,
+            lambda b, t, c, r: [randn(r, b, t, 6), randn(r, b, t, 6), randn(r, b, t) < 0],
+        ),
+        Case(
+            "given_rows-none",
+            rows.given_rows,
+            lambda b, t, c, r: [randn(r, b, t, 6), randn(r, 1, 1, 6), randn(r, 1, 1) > 99],
+        ),
         Case("kv_pages", pages.kv_pages, paged(6)),
         Case("kv_pages-scales", pages.kv_pages, paged()),
         Case(

@@ -35,6 +35,11 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
     Invariant.DRAFT_MODEL: ("length=specdec-pp", "draft=iad", "cost-optimal for specdec-pp"),
     Invariant.LAYERS_BY_CALL: ("draft=layerskip", "depth=shortgpt", "for layerskip"),
     Invariant.COARSE_READS: ("draft=quantspec", "kv.codec=kv-int8", "for quantspec"),
+    Invariant.EVERY_TOKEN_RUNS: (
+        "loop=contrastive",
+        "kv.reuse=paged-prefix",
+        "for contrastive",
+    ),
     Invariant.FED_BY_BLOCK: ("loop=freedave", "canvas=dkv-cache", "dllm-lowconf for freedave"),
     Invariant.LATER_READS: ("loop=retro-attention", "kv.select=quest", "for retro-attention"),
 }

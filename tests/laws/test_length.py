@@ -170,7 +170,7 @@ STOPS = {
 def heads_for_tables(request, monkeypatch):
     """Heads that learnt from rounds of a model are sure of tables of three tokens: there, others."""
     if "law" in request.node.name:
-        monkeypatch.setattr(OfRounds, "head", property(by_the_first))
+        monkeypatch.setattr(OfRounds, "part", property(by_the_first))
 
 
 def stopping_gap(method, rule, draft, drops=False):

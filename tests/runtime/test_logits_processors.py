@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import AccelError, InputError
+from accel.runtime.canvas.whole import Whole
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.decode.sampling_params import SamplingParams
@@ -383,6 +384,7 @@ def test_loops_that_fill_masks_refuse_what_goes_token_by_token(toy, monkeypatch)
     }
     with load(toy.path, threads=1) as model:
         monkeypatch.setattr(model, "_loop", DllmLowconf())
+        monkeypatch.setattr(model, "_methods", {"canvas": Whole()})
         for name, value in given.items():
             with pytest.raises(InputError, match=f"^{name}: this model fills masks"):
                 model.generate([4], **{name: value})
