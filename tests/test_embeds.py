@@ -69,8 +69,9 @@ def test_what_is_wrong_is_refused():
                 session.run(TOKENS[:1], embeds=wrong)
         with pytest.raises(accel.InputError, match="not finite"):
             session.run(TOKENS[:1], embeds=rows * np.nan)
-        with pytest.raises(accel.InputError, match="tokens"):
-            session.embed([[101]])
+        for wrong in ([[101]], [3, 5], 3, [[]]):
+            with pytest.raises(accel.InputError, match="tokens"):
+                session.embed(wrong)
         assert session.lengths[0] == 0
     with build(module, "onnx", "base") as made, made.session() as session:
         with pytest.raises(accel.InputError, match="takes tokens alone"):

@@ -255,6 +255,10 @@ class Session:
         Raises InputError where the tokens are invalid, or the model has no such graph.
         """
         ids = as_ints(tokens, "tokens")
+        if ids.ndim != 2 or not ids.size:
+            raise InputError(
+                f"tokens have shape {list(ids.shape)}; give [B, T], at least one token"
+            )
         check_vocabulary(ids, self.vocab_size, "tokens")
         return self.entry(EMBED.name, {"tokens": ids})["stream"]
 
