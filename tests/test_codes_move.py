@@ -62,6 +62,7 @@ def test_without_codes_nothing_is_allowed(stateful):
         numeric(program, step)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("noise", [2.0, 0.0])
 def test_a_graph_may_differ_as_far_as_its_last_places_do(monkeypatch, noise):
     kinds = verify.kind_of

@@ -66,6 +66,7 @@ def test_greedy_tokens_are_those_of_the_reference(both):
     assert (logits.argmax(-1) == made)[clear].all()
 
 
+@pytest.mark.few(1)
 def test_bytes_are_those_of_the_formula(both):
     name, compiled, _ = both
     bits, block = BITS[name]

@@ -108,6 +108,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_equals_the_reference(form, dtype, tmp_path):
@@ -124,6 +125,7 @@ def test_every_form_equals_the_reference(form, dtype, tmp_path):
             )
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("exact", [0, 1])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_may_have_offsets(form, exact, tmp_path):

@@ -21,6 +21,7 @@ def runner():
     return matrix.Matrix()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("architecture", matrix.ARCHITECTURES)
 def test_recipes_are_refused_or_right(runner, architecture):
     """Of up to nine methods: each pair of them is compared at once."""

@@ -279,7 +279,7 @@ def rounding_pass(program, bits):
     return Kept()
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("name", "model"), [
     *((name, "random") for name in ROUNDED), *((name, "massive") for name in ROUNDED if name not in BIASED),
@@ -298,7 +298,7 @@ def test_a_mistake_in_few_bits_is_caught(captured, planted, name, model, bits):
         NumericCheck(program)(right, step)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     ["a scale is too large", "codes of the next row", "a bias is lost", "a window is off by one"],

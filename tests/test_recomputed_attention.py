@@ -111,6 +111,7 @@ def spread(drawn, chosen, values):
     return wide.gather(2, chosen[..., None].expand(-1, -1, -1, values.shape[3]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_the_part_that_is_left_out(stateful, name):
     program, (part, without) = program_of(stateful, name), MODELS[name]
@@ -157,7 +158,7 @@ def law_eviction(stateful, name, keep):
         np.testing.assert_allclose(got, probs[rows, groups, :, places[there]], atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_eviction_has_the_weights_of_the_model(stateful, name):
     law_eviction(stateful, name, Shown())
@@ -202,6 +203,7 @@ def test_a_segment_is_given_the_sink(stateful):
     assert readers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["zipcache", "qaq"])
 def test_a_method_may_ask_with_some_of_its_queries(stateful, name):
     """Which are no whole tensor in memory: both take the last ones of the entry's."""

@@ -56,6 +56,7 @@ def law(program, plain, batch=2):
             close(got, anew.run(padded, lengths, last_only=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*MODELS, pytest.param("qwen3_5_text", marks=pytest.mark.long)])
 def test_rows_go_back_into_the_last_call(stateful, name):
     law(replaying(stateful(name)), stateful(name))

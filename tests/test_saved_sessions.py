@@ -483,7 +483,7 @@ def law_of_rows(model):
         assert np.abs(want - got).max() < 1e-3, "the row that joins goes on otherwise"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "filler"])
 def test_an_exported_row_goes_on(model, name):
     law_of_rows(model(name))

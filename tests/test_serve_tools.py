@@ -82,6 +82,7 @@ def holds(arguments):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["hermes", "mistral"])
 def test_a_forced_call(client, model):
     """By name, and any of them: its arguments follow the schema."""

@@ -253,7 +253,7 @@ def law_back(case, tokens):
 LAWS = [law_lists, law_labels, law_rewind_prompts, law_forks]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @every
 @pytest.mark.parametrize("law", [law_listed_once, law_singles, law_rows, law_back])
 def test_law_of_lists(selecting, law, name):
@@ -333,7 +333,7 @@ def test_searches_are_those_of_token_after_token(tokens, least):
         assert want == [list(range(1, tokens + 1))] * 3
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @each
 @pytest.mark.parametrize("law", LAWS)
 def test_law(selecting, law, name):

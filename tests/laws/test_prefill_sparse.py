@@ -96,7 +96,7 @@ def test_a_budget_of_all_keys_is_the_whole_model(name, monkeypatch):
     assert calls == ["sparse"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_layers_hold_what_they_do_in_the_whole_model(name):
     with sparse(name).session(3) as session, built("llama").session(3) as whole:

@@ -376,7 +376,7 @@ def surprise(rule, world, parents, rounds=4000):
     return sum((found[k] - rounds * w) ** 2 / (rounds * w) for k, w in want.items())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_frequencies(name):
     rule = AXIS.build(name)

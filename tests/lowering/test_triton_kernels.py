@@ -87,7 +87,7 @@ def made(shape, mask, window, seed=0):
     ]  # fmt: skip
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lowering_equals_the_reference(name):
     case = CASES[name]

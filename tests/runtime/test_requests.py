@@ -114,6 +114,7 @@ def served(model, requests):
     return found
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("seed", CASES)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_request_gets_what_plain_decoding_gives_it(toy, tokenizer, name, seed):

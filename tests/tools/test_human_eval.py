@@ -26,6 +26,7 @@ def test_a_body_is_solved_where_the_tests_pass(body, solved):
     assert passes(PROBLEM.program(body), []) is solved
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "act",
     [

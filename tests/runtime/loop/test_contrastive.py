@@ -58,6 +58,7 @@ def test_tokens_are_those_of_texts_read_anew(module, options, target):
     assert wanted != [published(module, prompt, NEW, *options, first=-1) for prompt in PROMPTS]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ends", [{"alpha": 0.0}, {"k": 1}], ids=str)
 def test_its_ends_are_greedy_decoding(module, ends):
     with (

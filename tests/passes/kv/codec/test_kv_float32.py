@@ -11,6 +11,7 @@ def dtypes(name, recipe):
     return {s.dtype for s in made.program.state if s.stored}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [

@@ -127,7 +127,7 @@ def law_directions(keys, name, monkeypatch):
     monkeypatch.setattr(squat, "_subspace", exact)
     want = loss()
     monkeypatch.undo()
-    assert abs(found / want - 1) < 0.01, (found, want)
+    assert found < 1.01 * want, (found, want)
 
 
 @pytest.mark.parametrize("name", SPECTRA)

@@ -253,6 +253,7 @@ def test_a_history_that_forgets_the_prompt_is_caught(stateful):
         law_history(case, case.tokens(1, 56), stateful("llama"))
 
 
+@pytest.mark.long
 def test_a_model_with_sinks_reads_all_that_it_may(stateful):
     """Sinks are one more value of the regions: where all tokens are read, logits are the model's."""
     whole = Selecting(stateful("gpt_oss"))
