@@ -7,30 +7,54 @@ from dataclasses import dataclass
 from accel.ir.fields import Fields
 
 NESTED, PROPAGATE = CACHES = ("nested", "propagate")
+RUN_LAYERS, RUN_ATTN, RUN_MLP = "run_layers", "run_attn", "run_mlp"
+BRANCHES = {
+    RUN_LAYERS: "layer",
+    RUN_ATTN: "attn",
+    RUN_MLP: "mlp",
+}  # what regions under each are called before a number
 
 
 @dataclass(frozen=True)
 class Depth:
     """Which layers a call may leave out, and does where its caller says nothing.
 
-    plan: the layers that decoding runs. cache: "nested", where a layer that was left out lacks those
-    tokens, or "propagate", where it has keys and values of them all the same. threshold: the confidence
-    from which decoding goes no deeper; none where the graph has no exits.
+    plan: the layers that decoding runs; with `mlp` those whose attention it runs. cache: "nested", where a layer that
+    was left out lacks those tokens, or "propagate", where it has keys and values of them all the same. threshold: the
+    confidence from which decoding goes no deeper; none where the graph has no exits. mlp: the layers whose MLP decoding
+    runs; none where a layer is left out as a whole.
     """
 
     plan: tuple[bool, ...]
     cache: str
     threshold: float | None = None
+    mlp: tuple[bool, ...] | None = None
+
+    @property
+    def plans(self) -> dict[str, tuple[bool, ...]]:
+        """What decoding runs, by the step's inputs that say it."""
+        return (
+            {RUN_LAYERS: self.plan}
+            if self.mlp is None
+            else {RUN_ATTN: self.plan, RUN_MLP: self.mlp}
+        )
 
     @property
     def inputs(self) -> dict[str, tuple[int, ...]]:
         """The step's inputs by which a call chooses, with their shapes."""
         threshold = {} if self.threshold is None else {"threshold": ()}
-        return {"run_layers": (len(self.plan),), **threshold}
+        return {**dict.fromkeys(self.plans, (len(self.plan),)), **threshold}
+
+    @property
+    def all_run(self) -> bool:
+        """Whether decoding leaves out nothing by its plan."""
+        return all(self.plan) and all(self.mlp or ())
 
     def check(self, f: Fields) -> None:
         """See `fields.read`."""
-        if not any(self.plan):
+        if not any((*self.plan, *(self.mlp or ()))):
             raise f.wrong("plan", list(self.plan), "bools, some of them true")
+        if self.mlp is not None and len(self.mlp) != len(self.plan):
+            raise f.wrong("mlp", list(self.mlp), f"{len(self.plan)} bools, one per layer")
         if self.cache not in CACHES:
             raise f.wrong("cache", self.cache, f"one of {', '.join(CACHES)}")

@@ -94,7 +94,7 @@ def calls_of(program: Program, length: int) -> list[int]:
     if COMPRESS.name in program.entries:
         size = min(half, _flush(program) or half)
         return sorted({*range(0, length, size), length})
-    return [0, length] if depth is None or all(depth.plan) else [0, half, length]
+    return [0, length] if depth is None or depth.all_run else [0, half, length]
 
 
 def decoded(
@@ -112,7 +112,7 @@ def decoded(
     for start, end in itertools.pairwise(calls):
         given = dict(side)
         if depth is not None and start:
-            given["run_layers"] = torch.tensor(depth.plan)
+            given |= {n: torch.tensor(p) for n, p in depth.plans.items()}
             if depth.threshold is not None:
                 given["threshold"] = torch.tensor(depth.threshold)
         found.append(_call(program, given, buffers, tokens, start, end, base, pad=0))

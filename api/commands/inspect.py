@@ -185,7 +185,8 @@ def _depth(depth: Depth | None) -> list[tuple[str, str]]:
     exits = (
         "" if depth.threshold is None else f", early exit at a confidence of {depth.threshold:g}"
     )
-    of = f"{len(chosen)} of {len(depth.plan)} layers for a token after the prompt{which}{exits}"
+    what = "layers" if depth.mlp is None else f"attentions and {sum(depth.mlp)} MLPs"
+    of = f"{len(chosen)} of {len(depth.plan)} {what} for a token after the prompt{which}{exits}"
     return [("depth", f"{of}; cache {depth.cache}")]
 
 

@@ -7,7 +7,7 @@ offsets and wiring; and every graph as it is, which may be as noisy as the refer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,17 +167,18 @@ def _cases(
     rounded: Sequence[Tensor] | None,
 ) -> Iterator[_Case]:
     """What an entry is run on. `rounded`: none where no product of few bits is in it."""
+    plans: Collection[str] = ()
     if name == STEP.name:
         for i, (tokens, logits) in enumerate(cases):
             also = None if rounded is None else {"logits": rounded[i]}
             yield _Case(_calls(program, tokens), {"logits": logits}, also)
         if program.facts.depth is None:
             return
+        plans = program.facts.depth.plans
     kind = kind_of(name)
     assert kind is not None
     given = kind.example(program, name)
-    if name == STEP.name:
-        given["run_layers"] = torch.zeros_like(given["run_layers"])
+    given |= {n: torch.zeros_like(given[n]) for n in plans}
     also = None if rounded is None else program.run(name, given)
     yield _Case(
         [given], exact(program).run(name, given) if also else program.run(name, given), also

@@ -1,26 +1,26 @@
-"""The joints: every layer of the step under a condition, an element of the input `run_layers [L]`; a layer that some
-tokens take.
+"""The joints: every layer of the step under a condition, an element of the input `run_layers [L]`, or its branches
+under elements of `run_attn [L]` and `run_mlp [L]`; a layer that some tokens take.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from copy import deepcopy
 
 import torch
 from torch import fx
 
-from accel.ir.depth import PROPAGATE
+from accel.ir.depth import BRANCHES, PROPAGATE, RUN_ATTN, RUN_LAYERS, RUN_MLP
 from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
 from accel.ir.region import Conditional, Region, layer_calls, sizes
-from accel.ir.state import Part, state_of
+from accel.ir.state import Part
 from accel.passes.clean.clean import remove_dead
+from accel.passes.depth._branches import Branches, Term, branches, state_name
 from accel.passes.depth._narrow import narrow
+from accel.passes.state.outline import arguments, called, outlined
 
 aten = torch.ops.aten
-PLAN = "run_layers"
 
 
 def layers(program: Program) -> list[fx.Node]:
@@ -55,22 +55,56 @@ def conditions(program: Program, cache: str) -> list[fx.Node]:
     cache: what a layer that is left out does with its keys and values (`accel.passes.depth`).
     Returns the layers' calls; the condition is the first argument of each.
     """
+    _refuse_recurrent(program)
+    calls = layers(program)
+    for call, flag in zip(calls, _flags(program, RUN_LAYERS, calls), strict=True):
+        _condition(program, call, flag, cache)
+    return calls
+
+
+def branch_conditions(program: Program, cache: str) -> list[fx.Node]:
+    """Put what attention adds to the stream, and what the MLP adds, under elements of new inputs `run_attn` and
+    `run_mlp`, bool [L], by default all true; attention that is left out does with its keys and values what `cache`
+    says. Returns the layers' calls.
+    """
+    _refuse_recurrent(program)
+    calls = layers(program)
+    found = [
+        branches(program, call) for call in calls
+    ]  # one that has none is refused before any is changed
+    for plan in (RUN_ATTN, RUN_MLP):
+        flags = _flags(program, plan, calls)
+        for index, (call, of) in enumerate(zip(calls, found, strict=True)):
+            with of.graph.inserting_after(of.graph.find_nodes(op="placeholder")[-1]):
+                flag = of.graph.placeholder(plan)
+            flag.meta["val"] = flags[index].meta["val"]
+            call.args = (*call.args, flags[index])
+            parts = of.parts(of.attention if plan == RUN_ATTN else of.mlp)
+            for number, (term, members) in enumerate(parts):
+                name = f"{BRANCHES[plan]}.{index}" + (f".{number}" if number else "")
+                _branch(program, name, of, term, members, flag, cache)
+    return calls
+
+
+def _refuse_recurrent(program: Program) -> None:
     recurrent = [s.layer for s in program.state if s.part is Part.RECURRENT]
     if recurrent:
         raise PassError(
             f"depth: layer {recurrent[0]} has a recurrent state, which a rewind recomputes from "
             "the tokens without knowing which layers each token ran; build without a depth method"
         )
-    calls = layers(program)
-    graph = program.step.graph
-    editor = Editor(program, graph)
-    plan = editor.placeholder(PLAN, (len(calls),), torch.bool)
-    program.step.defaults[PLAN] = torch.ones(len(calls), dtype=torch.bool)
+
+
+def _flags(program: Program, name: str, calls: list[fx.Node]) -> list[fx.Node]:
+    """Of each layer the element of a new input [L], before its call."""
+    editor = Editor(program, program.step.graph)
+    plan = editor.placeholder(name, (len(calls),), torch.bool)
+    program.step.defaults[name] = torch.ones(len(calls), dtype=torch.bool)
+    flags = []
     for index, call in enumerate(calls):
-        with graph.inserting_before(call):
-            flag = editor.call(aten.select.int, plan, 0, index)
-        _condition(program, call, flag, cache)
-    return calls
+        with call.graph.inserting_before(call):
+            flags.append(editor.call(aten.select.int, plan, 0, index))
+    return flags
 
 
 def gate(program: Program, call: fx.Node, taken: Callable[[Editor, fx.Node], fx.Node]) -> fx.Node:
@@ -97,32 +131,67 @@ def _condition(program: Program, call: fx.Node, flag: fx.Node, cache: str) -> No
     """region(x, …)  ->  region(flag, x, …), which may be left out."""
     region = call.target
     assert isinstance(region, Region)
-    written = [_state(program, call, i) for i in range(len(call.meta["val"]))]
-    otherwise = deepcopy(region.graph)
-    given = {str(h.target): h for h in otherwise.find_nodes(op="placeholder")}
-    (out,) = otherwise.find_nodes(op="output")
-    kept = out.args[0]
-    x = next(iter(given.values()))
-    if cache == PROPAGATE:
-        out.args = ((x, *kept[1:]),)
-        remove_dead(otherwise)
-        narrow(program, otherwise)
-    else:
-        out.args = ((x, *(given[name] for name in written[1:])),)
-        remove_dead(otherwise)
-    for each in (region.graph, otherwise):
-        first = next(iter(each.nodes))
-        with each.inserting_before(first):
-            each.placeholder("run").meta["val"] = flag.meta["val"]
-    call.target = Conditional(region.name, region.graph, otherwise)
+    written = [state_name(program, call, i) for i in range(1, len(call.meta["val"]))]
+    call.target = _conditional(program, region, flag, written, cache, _same)
     call.args = (flag, *call.args)
 
 
-def _state(program: Program, call: fx.Node, index: int) -> str:
-    """The state value that a result of a layer is the next of; "" for the residual stream."""
-    items = [u for u in call.users if u.target is operator.getitem and u.args[1] == index]
-    names = [n for n, node in program.step.output_nodes().items() if node in items]
-    return state_of(names[0]) if names else ""
+def _branch(
+    program: Program,
+    name: str,
+    of: Branches,
+    term: Term,
+    members: list[fx.Node],
+    flag: fx.Node,
+    cache: str,
+) -> None:
+    """x + f(x)  ->  x + if(flag, f(x), 0), within a layer's graph."""
+    states = [n for n in of.results if n in members]
+    leaving = [term.value, *(n for n in states if n is not term.value)]
+    inputs = arguments(members, of.stream)
+
+    def called_so(node: fx.Node) -> str:
+        return str(node.target if node.op == "placeholder" else node.name)
+
+    region = Region(name, outlined(members, leaving, inputs, called_so))
+    written = [of.results[n] for n in states]
+    region = _conditional(program, region, flag, written, cache, _nothing)
+    called(region, [flag, *inputs], members, leaving, members[-1])
+
+
+def _conditional(
+    program: Program,
+    region: Region,
+    flag: fx.Node,
+    written: list[str],
+    cache: str,
+    instead: Callable[[Editor, fx.Node], fx.Node],
+) -> Conditional:
+    """A region that may be left out: then its first result is `instead` of its first input, the stream, and the others
+    are the state `written`, inputs of the same names, or the next of it where keys and values are propagated.
+    """
+    otherwise = deepcopy(region.graph)
+    inputs = {str(h.target): h for h in otherwise.find_nodes(op="placeholder")}
+    (out,) = otherwise.find_nodes(op="output")
+    results = out.args[0][1:] if cache == PROPAGATE else [inputs[name] for name in written]
+    with otherwise.inserting_before(out):
+        first = instead(Editor(program, otherwise), next(iter(inputs.values())))
+    out.args = ((first, *results),)
+    remove_dead(otherwise)
+    if cache == PROPAGATE:
+        narrow(program, otherwise)
+    for each in (region.graph, otherwise):
+        with each.inserting_before(next(iter(each.nodes))):
+            each.placeholder("run").meta["val"] = flag.meta["val"]
+    return Conditional(region.name, region.graph, otherwise)
+
+
+def _same(editor: Editor, x: fx.Node) -> fx.Node:
+    return x
+
+
+def _nothing(editor: Editor, x: fx.Node) -> fx.Node:
+    return editor.call(aten.zeros_like.default, x)
 
 
 def _node(value: object) -> fx.Node:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from accel.ir.axis import option
 from accel.ir.calibration import Calibration
-from accel.ir.depth import PROPAGATE, Depth
+from accel.ir.depth import PROPAGATE, RUN_LAYERS, Depth
 from accel.ir.errors import PassError
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, ancestors
@@ -23,7 +23,7 @@ from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.calibrate import feeds
 from accel.passes.depth import Base
-from accel.passes.depth._joint import PLAN, conditions
+from accel.passes.depth._joint import conditions
 
 aten = torch.ops.aten
 THRESHOLD = "threshold"
@@ -110,7 +110,7 @@ def observed(program: Program, exits: Sequence[int]) -> tuple[Tensor, Tensor]:
         given = feeds(program, "step", row)
         best, depths = [], [*exits, count - 1]
         for depth in depths:
-            given[PLAN] = torch.arange(count) <= depth
+            given[RUN_LAYERS] = torch.arange(count) <= depth
             logits = program.run("step", given)["logits"].float()
             best.append(logits.softmax(-1).topk(2))
         sure.append(torch.cat([b.values[..., 0] - b.values[..., 1] for b in best[:-1]]))

@@ -16,6 +16,7 @@ from accel.passes.recognise.cuts import cut_points, layer_groups
 from accel.passes.recognise.region import numbering
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
+from accel.passes.state.outline import arguments, called, outlined
 
 aten = torch.ops.aten
 
@@ -63,7 +64,8 @@ def _bounds(
             return f"{site.name} and the previous token mixer are in one layer"
         starts.append(before[-1])
     site = layers[-1][1]
-    joins = [c for c in cuts if order[c] > order[site] and _joins(c)]
+    later = [c for c in cuts if order[c] > order[site]]
+    joins = [c for c in later if _joins(c, alike=True)] or [c for c in later if _joins(c)]
     if not joins:
         return f"{site.name}: the residual stream ends after it"
     end = cuts.index(joins[-1])
@@ -72,51 +74,21 @@ def _bounds(
     return [*starts, cuts[end]]
 
 
-def _joins(node: fx.Node) -> bool:
+def _joins(node: fx.Node, alike: bool = False) -> bool:
+    """Whether two paths meet here. `alike`: two values of its size, which is no value less its mean, as in a norm."""
     parents = [p for p in node.all_input_nodes if p.op == "call_function"]
-    return sum(isinstance(p.meta.get("val"), Tensor) for p in parents) > 1
+    values = [p for p in parents if isinstance(p.meta.get("val"), Tensor)]
+    return sum(not alike or sizes(p) == sizes(node) for p in values) > 1
 
 
 def _outline(program: Program, start: fx.Node, end: fx.Node, name: str) -> fx.Node:
     """Move what lies between two values into a Region called in place; returns the new `end`."""
-    graph = program.step.graph
-    inside = _between(graph, start, end)
+    inside = _between(program.step.graph, start, end)
     members = set(inside)
-    region = Region(name, fx.Graph())
-    copied: dict[fx.Node, fx.Node] = {}
-    arguments: list[fx.Node] = [start]
-    for node in inside:
-        for parent in node.all_input_nodes:
-            if parent not in members and parent.op != "get_attr" and parent not in arguments:
-                arguments.append(parent)
-    names = _names(program, arguments)
-    for argument in arguments:
-        copied[argument] = region.graph.placeholder(names[argument])
-        copied[argument].meta = dict(argument.meta)
-    for node in inside:
-        for parent in node.all_input_nodes:
-            if parent.op == "get_attr" and parent not in copied:
-                copied[parent] = region.graph.node_copy(parent)
-                copied[parent].meta = dict(parent.meta)
-        copied[node] = region.graph.node_copy(node, copied.__getitem__)
-        copied[node].meta = dict(node.meta)
+    inputs = arguments(inside, start)
     leaving = [end, *(n for n in inside if n is not end and any(u not in members for u in n.users))]
-    region.graph.output(tuple(copied[n] for n in leaving))
-    with graph.inserting_after(end):
-        call = graph.call_function(region, tuple(arguments))
-    call.meta["val"] = tuple(n.meta["val"] for n in leaving)
-    here, stream = call, call
-    for i, node in enumerate(leaving):
-        with graph.inserting_after(here):
-            item = graph.call_function(operator.getitem, (call, i))
-        item.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in members)
-        here, stream = item, item if node is end else stream
-    for node in reversed(inside):
-        graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
+    region = Region(name, outlined(inside, leaving, inputs, _names(program, inputs).__getitem__))
+    stream, *_ = called(region, inputs, inside, leaving, end)
     return stream
 
 
@@ -136,11 +108,11 @@ def _between(graph: fx.Graph, start: fx.Node, end: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def _names(program: Program, arguments: list[fx.Node]) -> dict[fx.Node, str]:
+def _names(program: Program, inputs: list[fx.Node]) -> dict[fx.Node, str]:
     """Readable argument names: x for the stream, letters for sizes, inputs and outputs their own."""
     outputs = {node: name for name, node in program.step.output_nodes().items()}
     names: dict[fx.Node, str] = {}
-    for i, node in enumerate(arguments):
+    for i, node in enumerate(inputs):
         size = program.dims.get(str(node.meta["val"]))
         if i == 0:
             names[node] = "x"

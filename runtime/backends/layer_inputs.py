@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.depth import Depth
+from accel.ir.depth import RUN_ATTN, RUN_LAYERS, RUN_MLP, Depth
 from accel.ir.facts import Facts
 from accel.ir.kv import COARSE
 
@@ -17,17 +17,35 @@ NEVER = 2.0  # a confidence that no token reaches
 
 @dataclass(frozen=True, eq=False)
 class Controls:
-    """What the graph is told beside the tokens: layers [L] bool, threshold [] float32."""
+    """What the graph is told beside the tokens: layers [L] bool, or those whose attention and those whose MLP runs;
+    threshold [] float32.
+    """
 
     layers: npt.NDArray[np.bool_]
     threshold: float = NEVER
+    mlp: npt.NDArray[np.bool_] | None = None
+
+    def same(self, other: Controls) -> bool:
+        """Whether both say the same."""
+        return self.threshold == other.threshold and all(
+            a is b or (a is not None and b is not None and np.array_equal(a, b))
+            for a, b in ((self.layers, other.layers), (self.mlp, other.mlp))
+        )
 
     def arrays(self, depth: Depth) -> dict[str, npt.NDArray[Any]]:
         """The graph's inputs by name."""
-        found: dict[str, npt.NDArray[Any]] = {"run_layers": self.layers}
+        found: dict[str, npt.NDArray[Any]] = {RUN_LAYERS: self.layers}
+        if self.mlp is not None:
+            found = {RUN_ATTN: self.layers, RUN_MLP: self.mlp}
         if depth.threshold is not None:
             found["threshold"] = np.array(self.threshold, np.float32)
         return found
+
+
+def whole(depth: Depth) -> Controls:
+    """What runs everything."""
+    every = np.ones(len(depth.plan), bool)
+    return Controls(every, NEVER, None if depth.mlp is None else every)
 
 
 def reading(coarse: bool) -> dict[str, npt.NDArray[Any]]:
@@ -38,5 +56,5 @@ def reading(coarse: bool) -> dict[str, npt.NDArray[Any]]:
 def everything(facts: Facts) -> dict[str, npt.NDArray[Any]]:
     """The inputs with which all layers run and read all bits; empty for a graph without conditions."""
     depth, kv = facts.depth, facts.kv
-    layers = {} if depth is None else Controls(np.ones(len(depth.plan), bool)).arrays(depth)
+    layers = {} if depth is None else whole(depth).arrays(depth)
     return layers | (reading(False) if kv is not None and kv.coarse else {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from accel.compiler.explain.layer import LAYOUT
 from accel.compiler.explain.rates import Rates
 from accel.compiler.explain.subject import Sizes, Subject
 from accel.compiler.facts_json import bounded
+from accel.ir.depth import BRANCHES
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.op import operand_of
@@ -235,19 +236,26 @@ def _read(program: Program) -> Reading:
     inner: dict[str, float] = {}
     outer: dict[str, float] = {}
     depth = program.facts.depth
-    plan = iter(depth.plan if depth is not None else ())
-    layers = set(layer_calls(program.step.graph))
+    plans = {} if depth is None else depth.plans
+    layers = {call: index for index, call in enumerate(layer_calls(program.step.graph))}
     for node in program.step.graph.nodes:
         if node not in layers:
             _add(outer, node, program)
             continue
-        if isinstance(node.target, Conditional):
-            graph = graphs_of(node.target)[0 if next(plan, True) else 1]
-        else:
-            graph = node.target.graph
-        for inside in graph.nodes:
+        layer = layers[node]
+        left = {BRANCHES[name] for name, plan in plans.items() if not plan[layer]}
+        for inside in _running(node.target, left):
             _add(inner, inside, program)
     return Reading(inner, outer)
+
+
+def _running(region: Region, left: Container[str]) -> Iterator[fx.Node]:
+    """The nodes of a region, and of those within it, but for conditions of these kinds, which are left out."""
+    off = region.name.split(".")[0] in left
+    for node in graphs_of(region)[1 if off and isinstance(region, Conditional) else 0].nodes:
+        yield node
+        if isinstance(node.target, Region):
+            yield from _running(node.target, left)
 
 
 def _add(bytes_read: dict[str, float], node: fx.Node, program: Program) -> None:

@@ -1,16 +1,17 @@
-"""Which layers a call runs: the caller's plan, or the recipe's where the caller says nothing."""
+"""Which layers, or branches of them, a call runs: the caller's plan, or the recipe's where the caller says nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.depth import NESTED, Depth
+from accel.ir.depth import NESTED, RUN_ATTN, RUN_LAYERS, RUN_MLP, Depth
 from accel.ir.errors import InputError, shown
-from accel.runtime.backends.layer_inputs import NEVER, Controls
+from accel.runtime.backends.layer_inputs import NEVER, Controls, whole
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Call
 from accel.runtime.inputs.ints import Ints
@@ -24,11 +25,16 @@ from accel.runtime.session.observers.observer import (
     Settled,
 )
 
-RUN_LAYERS, THRESHOLD = "run_layers", "threshold"
+THRESHOLD = "threshold"
 LACKS = (
     "run_layers and threshold need a model whose layers can be skipped; build this one with a depth recipe, such as "
     "unified-skip"
 )
+NO_BRANCHES = (
+    "run_attn and run_mlp need a model whose layers' branches can be skipped; build this one with depth = by-branch, "
+    "or give run_layers"
+)
+_PLANS = (RUN_LAYERS, RUN_ATTN, RUN_MLP)
 _FAR = np.iinfo(np.int64).max
 
 
@@ -43,13 +49,17 @@ class LayerSchedule(SessionObserver, CallWatcher):
     _before: Annotated[Ints, ByRow(saved=False)]  # tokens before the call
 
     order = 90  # what a call ran counts only when all else about it went well
-    controls: ClassVar[Mapping[str, str]] = dict.fromkeys((RUN_LAYERS, THRESHOLD), LACKS)
+    controls: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys((RUN_LAYERS, THRESHOLD), LACKS),
+        **dict.fromkeys((RUN_ATTN, RUN_MLP), NO_BRANCHES),
+    }
 
     def __init__(self, depth: Depth, batch: int):
         self.depth = depth
-        self._whole = Controls(np.ones(len(depth.plan), bool))
+        self._whole = whole(depth)
         first = NEVER if depth.threshold is None else depth.threshold
-        self._decode = Controls(np.array(depth.plan, bool), first)
+        mlp = None if depth.mlp is None else np.array(depth.mlp, bool)
+        self._decode = Controls(np.array(depth.plan, bool), first, mlp)
         self._lacks = np.full((len(depth.plan), batch), _FAR)
         self._asked = self._whole  # a caller's last, so that one that comes again is known
         self._noted: Controls | None = None
@@ -67,7 +77,7 @@ class LayerSchedule(SessionObserver, CallWatcher):
         """Single tokens go another way than several at once, unless the recipe's plan is all layers. Rows that are run
         together leave out what one of them left out.
         """
-        same = all(self.depth.plan) and self.depth.threshold is None
+        same = self.depth.all_run and self.depth.threshold is None
         return Capabilities(width=None if same else 1, joins=same, chunks=same)
 
     def begin(self, backend: BackendSession, call: Call) -> None:
@@ -83,30 +93,53 @@ class LayerSchedule(SessionObserver, CallWatcher):
         InputError.
         """
         before, after = call.before, call.after
-        run_layers, threshold = call.controls.get(RUN_LAYERS), call.controls.get(THRESHOLD)
+        threshold = call.controls.get(THRESHOLD)
         decoding = not call.prompt and bool((after - before).max() == 1 and before.min() > 0)
         controls = self._decode if decoding else self._whole
-        if run_layers is not None:
-            plan, usual = self._checked(run_layers), controls.threshold
-            if self._asked.threshold != usual or not np.array_equal(self._asked.layers, plan):
-                self._asked = Controls(plan, usual)
-            controls = self._asked
+        asked = self._asked_for(call.controls, controls)
+        if asked is not None:
+            controls = asked
         if threshold is None and controls is self._noted:
             return controls
         complete = self._complete(before, after)
-        if run_layers is not None:
-            if (late := plan & ~complete).any():
+        if asked is not None:
+            if (late := asked.layers & ~complete).any():
                 layer = int(late.argmax())
                 row = int((self._lacks[layer] < before).argmax())
+                name = RUN_LAYERS if self.depth.mlp is None else RUN_ATTN
                 raise InputError(
-                    f"run_layers: layer {layer} was skipped for token {self._lacks[layer, row]} of row {row} "
+                    f"{name}: layer {layer} was skipped for token {self._lacks[layer, row]} of row {row} "
                     "and lacks its keys; skip it, rewind to that token, or build with "
                     'cache = "propagate"'
                 )
         elif not complete[controls.layers].all():
             both = controls.layers & complete
-            controls = Controls(both if both.any() else complete, controls.threshold)
-        return controls if threshold is None else Controls(controls.layers, self._limit(threshold))
+            layers = both if both.any() or controls.mlp is not None else complete
+            controls = replace(controls, layers=layers)
+        return (
+            controls if threshold is None else replace(controls, threshold=self._limit(threshold))
+        )
+
+    def _asked_for(self, controls: Mapping[str, Any], usual: Controls) -> Controls | None:
+        """What the caller's plan sends; none where there is none. One that comes again is the same object."""
+        given = {n: self._checked(n, controls[n]) for n in _PLANS if controls.get(n) is not None}
+        if not given:
+            return None
+        if RUN_LAYERS in given:
+            if len(given) > 1:
+                raise InputError("run_layers: give it alone, or run_attn and run_mlp in its place")
+            layers = given[RUN_LAYERS]
+            mlp = None if self.depth.mlp is None else layers
+        else:
+            if self.depth.mlp is None:
+                raise InputError(NO_BRANCHES)
+            layers, mlp = given.get(RUN_ATTN, usual.layers), given.get(RUN_MLP, usual.mlp)
+        if not layers.any() and (mlp is None or not mlp.any()):
+            raise InputError(f"{next(iter(given))} skips every layer; at least one must run")
+        asked = Controls(layers, usual.threshold, mlp)
+        if not self._asked.same(asked):
+            self._asked = asked
+        return self._asked
 
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """Note what the call that was sent last left out."""
@@ -147,20 +180,18 @@ class LayerSchedule(SessionObserver, CallWatcher):
         found: npt.NDArray[np.bool_] = ((self._lacks >= before) | (after == before)).all(1)
         return found
 
-    def _checked(self, run_layers: Any) -> npt.NDArray[np.bool_]:
+    def _checked(self, name: str, value: Any) -> npt.NDArray[np.bool_]:
         """A plan [L]."""
         count = len(self.depth.plan)
         try:
-            plan = np.asarray(run_layers)
+            plan = np.asarray(value)
         except ValueError:  # ragged lists
             plan = np.empty(0)
         if plan.dtype != np.bool_ or plan.shape != (count,):
             raise InputError(
-                f"run_layers is {plan.dtype} {list(plan.shape)}; give {count} bools, one per layer, true "
+                f"{name} is {plan.dtype} {list(plan.shape)}; give {count} bools, one per layer, true "
                 "where the layer runs"
             )
-        if not plan.any():
-            raise InputError("run_layers skips every layer; at least one must run")
         return plan.copy()
 
     def _limit(self, threshold: Any) -> float:
