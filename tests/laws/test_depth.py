@@ -1,5 +1,5 @@
-"""Laws of the depth axis: all layers on is the full model, and what a plan leaves out is left out. Those of methods that
-delete layers: `test_depth_deletes.py`.
+"""Laws of the depth axis: all layers on is the full model, and what a plan leaves out is left out. Those of
+methods that delete layers: `test_depth_deletes.py`.
 """
 
 import numpy as np

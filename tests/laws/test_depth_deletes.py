@@ -10,16 +10,12 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 import accel
-from accel.compiler.pipeline import pipeline
 from accel.compiler.smoke.tiny_models import randomise
 from accel.ir.axis import find_axes
-from accel.ir.calibration import Calibration
-from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError
-from accel.passes import run
 from accel.passes.depth import _delete
 
-from ..depth_case import LAYERS, TOKENS, far, oracle, plan
+from ..depth_case import LAYERS, TOKENS, far, oracle, plan, program_of
 
 AXIS = find_axes()["depth"]
 NAMES = [n for n in AXIS.names() if issubclass(AXIS.method(n), _delete.Deletes)]
@@ -84,31 +80,17 @@ def test_of_the_layers_between_the_first_and_the_last_all_may_go(name, deep):
         accel.optimize(module, table, target="eager", max_context=64, verify=False)
 
 
-@pytest.fixture(scope="module")
-def program():
-    """program(tokens): a captured model of four layers before its layers go, with a text."""
-    made = capture(models.make("llama", LAYERS), max_context=64)
-    run(made, pipeline())
-
-    def fresh(tokens):
-        copy = made.copy()
-        copy.calibration = Calibration(tokens, tokens, "given")
-        return copy
-
-    return fresh
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_that_orders_no_layers_is_refused(name, program):
+def test_a_text_that_orders_no_layers_is_refused(name):
     method = AXIS.build(name, **AXIS.small(name))
     words = (
         f"{name}: 4 tokens of text do not order the layers: .*calibration=.* now {method.tokens}"
     )
     with pytest.raises(PassError, match=words):
-        method.run(program(torch.arange(4)[:, None]))
+        method.run(program_of(LAYERS, torch.arange(4)[:, None]))
 
 
-def test_an_order_that_is_within_the_noise_is_refused(program):
+def test_an_order_that_is_within_the_noise_is_refused():
     """The control: the same scores, of a longer text."""
 
     @dataclass(frozen=True)
@@ -121,9 +103,9 @@ def test_an_order_that_is_within_the_noise_is_refused(program):
 
     text = torch.arange(40).view(4, 10)
     with pytest.raises(PassError, match="drawn: .* differs by 0.05 .* and by 0.06 from text"):
-        Drawn(share=0.25, noise=0.06).run(program(text))
+        Drawn(share=0.25, noise=0.06).run(program_of(LAYERS, text))
     for share, noise in ((0.25, 0.04), (0.5, 0.06)):  # where all go, no order is needed
-        assert Drawn(share=share, noise=noise).run(program(text)).changed == 4 * share
+        assert Drawn(share=share, noise=noise).run(program_of(LAYERS, text)).changed == 4 * share
 
 
 @pytest.mark.parametrize("name", NAMES)
