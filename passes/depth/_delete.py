@@ -73,11 +73,17 @@ class Deletes(Base):
         return Report(changed=count)
 
     def text(self, program: Program) -> Tensor:
-        """Rows [n,T] of the calibration text. Raises PassError."""
+        """Rows [n,T] of the calibration text, of T > 1. Raises PassError."""
+        return self.samples(program, program.facts.max_context)
+
+    def samples(self, program: Program, length: int) -> Tensor:
+        """The same, its rows cut into samples of at most `length` tokens."""
         rows = calibration_of(program).tokens[:, : program.facts.max_context]
-        if rows.shape[1] < 2:
+        width = min(length, rows.shape[1])
+        if width < 2:
             raise self.too_short(rows, "no token has one before it")
-        return rows[: max(1, self.tokens // rows.shape[1])]
+        rows = rows[:, : rows.shape[1] // width * width].reshape(-1, width)
+        return rows[: max(1, self.tokens // width)]
 
     def too_short(self, text: Tensor, why: str) -> PassError:
         """The error of a text that does not order the layers."""

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from accel.ir.program import Program
 from accel.passes.depth._delete import Ranks
-from accel.passes.depth._stream import Stream
+from accel.passes.stream import Stream
 
 
 @dataclass(frozen=True)

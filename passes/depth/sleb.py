@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from accel.ir.axis import option
 from accel.ir.program import Program
 from accel.passes.depth._delete import Deletes
-from accel.passes.depth._stream import Stream
+from accel.passes.stream import Stream
 from accel.passes.weights._calibrated import calibration_of
 
 AT_ONCE = 512  # tokens that run through a layer together; a trial may end behind each so many

@@ -7,7 +7,7 @@ import torch
 from accel.ir.errors import PassError
 from accel.passes.depth import sleb
 from accel.passes.depth._joint import layers
-from accel.passes.depth._stream import Stream
+from accel.passes.stream import Stream
 
 from ...depth_case import losses_without, module_of, oracle, program_of
 

@@ -5,28 +5,32 @@ choice.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from accel.ir.program import Program, compute, evaluate
+from accel.ir.program import Program, ValueOf, compute, evaluate
 from accel.passes.calibrate import feeds
-
-Compute = Callable[[fx.Node, Mapping[str, Tensor], Mapping[str, Any], Mapping[fx.Node, Any]], Any]
 
 
 class Stream:
     """The stream of rows of one text, tokens [n,T], through the layers of a program's step, `calls`.
 
     start: the stream [n,T,E] before the first layer. What layers take beside it (masks, positions, empty caches) is
-    computed once.
+    computed once. value_of: what computes the nodes of layers and of the head.
     """
 
-    def __init__(self, program: Program, calls: Sequence[fx.Node], tokens: Tensor):
+    def __init__(
+        self,
+        program: Program,
+        calls: Sequence[fx.Node],
+        tokens: Tensor,
+        value_of: ValueOf = compute,
+    ):
         self.params, self.calls, self.tokens = program.params, calls, tokens
+        self._value_of = value_of
         self._inputs = feeds(program, "step", tokens)
         self._logits = program.step.output_nodes()["logits"]
         self._end = stream_after(calls[-1])
@@ -37,17 +41,19 @@ class Stream:
         self._values = dict(zip(others, values, strict=True))
         self.start: Tensor = self._values[_before(calls[0])]
 
-    def layer(self, index: int, x: Tensor, run: Compute = compute) -> Tensor:
-        """The stream behind a layer, of x [n,T,E] before it. run: computes the call of the layer."""
+    def layer(self, index: int, x: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The stream behind a layer, of x [n,T,E] before it. params: in place of the program's."""
         call = self.calls[index]
         values = {**self._values, _before(call): x}
-        out: Tensor = run(call, self.params, self._inputs, values)[0]
+        out: Tensor = self._value_of(call, params or self.params, self._inputs, values)[0]
         return out
 
     def logits(self, x: Tensor) -> Tensor:
         """[n,T,V], of the stream [n,T,E] behind the last layer."""
         known = {**self._values, self._end: x}
-        found: list[Tensor] = evaluate([self._logits], self.params, self._inputs, known)
+        found: list[Tensor] = evaluate(
+            [self._logits], self.params, self._inputs, known, self._value_of
+        )
         return found[0]
 
     def losses(self, x: Tensor) -> Tensor:
