@@ -7,10 +7,13 @@ from dataclasses import replace
 
 from torch import fx
 
+from accel.ir.entries.shift import keys_of, turned_of
 from accel.ir.program import Program
 from accel.ir.region import Region
 from accel.ir.state import output_of, state_of
 from accel.passes.clean.clean import forget_unused, remove_dead
+
+BY_LAYER = (keys_of, turned_of)  # inputs and outputs of entries that are of a layer, and no state
 
 
 def remove(program: Program, calls: Sequence[fx.Node], gone: Sequence[int]) -> None:
@@ -21,6 +24,7 @@ def remove(program: Program, calls: Sequence[fx.Node], gone: Sequence[int]) -> N
             if item.args[1] == 0:
                 item.replace_all_uses_with(call.args[0])  # type: ignore[arg-type]
     lost = {s.name for s in program.state if s.layer in gone}
+    lost |= {name(i) for name in BY_LAYER for i in gone}
     for entry in program.entries.values():  # of an encoder, the keys of cross-attention
         kept = {n: v for n, v in entry.output_nodes().items() if state_of(n) not in lost}
         entry.set_outputs(kept)
@@ -43,7 +47,7 @@ def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
     """Layers, their state and what belongs to them count from 0 again."""
     step = program.step
     places = {old: new for new, old in enumerate(stay)}
-    names: dict[str, str] = {}
+    names = {name(old): name(new) for name in BY_LAYER for old, new in places.items()}
     state = []
     for value in program.state:
         if value.name in lost:
@@ -70,4 +74,6 @@ def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
 
 def _renamed(output: str, names: dict[str, str]) -> str:
     state = state_of(output)
+    if output == state:  # of no state
+        return names.get(output, output)
     return output_of(names[state]) if state in names else output

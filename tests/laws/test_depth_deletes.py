@@ -1,5 +1,6 @@
 """Laws of the methods that delete layers: what is left is the model with those layers switched off."""
 
+import copy
 import re
 from dataclasses import dataclass
 
@@ -135,3 +136,47 @@ def test_recurrent_layers_go_with_their_state(name):
         with torch.no_grad():
             want = module(torch.tensor(tokens), use_cache=False).logits.numpy()
         assert far(built.logits(tokens), want) < 1e-4
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "use",
+    ["kv.codec=kivi", "kv.reuse=pie", "kv.reuse=cacheblend", "prefill.ranks=cp-ring"],
+)  # fmt: skip
+def test_what_counts_layers_counts_those_that_are_left(use, deep):
+    """A build without some layers is the build of a module that never had them, in what other methods make of it."""
+    axis, _, name = use.partition("=")
+    other = {axis: {"use": name, **find_axes()[axis].small(name)}}
+    module, _ = deep("llama")
+    built = [(module, {**other, "depth": {"use": "shortgpt"}}), (without(module, 2), other)]
+    found = []
+    for which, table in built:
+        with accel.optimize(which, table, target="eager", max_context=64, verify=False) as model:
+            found.append(told(model))
+    assert np.array_equal(*found)
+    with accel.optimize(without(module, 1), other, target="eager", max_context=64, verify=False) as model:  # fmt: skip
+        assert not np.allclose(found[0], told(model), atol=1e-2), "the control: another layer"
+
+
+def without(module, gone):
+    """A Llama that never had a layer."""
+    module = copy.deepcopy(module)
+    layers = [layer for i, layer in enumerate(module.model.layers) if i != gone]
+    for i, layer in enumerate(layers):
+        layer.self_attn.layer_idx = i
+    module.model.layers = torch.nn.ModuleList(layers)
+    module.config.num_hidden_layers = len(layers)
+    return module
+
+
+def told(model):
+    """Logits of a prompt that repeats a part, of tokens behind it, and after an edit where there are some."""
+    with model.session(1) as session, model.session(1) as later:
+        out = [session.prompt(TOKENS[:1]), *(session.run(TOKENS[1:, i : i + 1]) for i in range(8))]
+        if (
+            "kv.reuse" in model.recipe["tables"]
+            and model.recipe["tables"]["kv.reuse"]["use"] == "pie"
+        ):
+            out += [session.edit(5, 8, [4, 6, 8, 9])]
+        out += [later.prompt(np.concatenate([TOKENS[1:, :3], TOKENS[:1]], 1))]
+    return np.concatenate([x[:, -1:] for x in out], 1)
