@@ -28,6 +28,9 @@ from accel.ir.ties import TOPK, topk
 from accel.ir.versions import shapes_in_python
 from accel.ir.weights import Change, Weights
 
+ValueOf = Callable[
+    [fx.Node, Mapping[str, Tensor], Mapping[str, Any], Mapping[fx.Node, Any]], Any
+]  # of a node, the parameters, the inputs and the values that are known
 DTYPES = {n: getattr(torch, n) for n in ("float32", "float16", "int64", "int8", "uint8")}
 
 
@@ -137,8 +140,13 @@ def evaluate(
     params: Mapping[str, Tensor],
     inputs: Mapping[str, Any],
     known_values: Mapping[fx.Node, Any] | None = None,
+    value_of: ValueOf | None = None,
 ) -> list[Any]:
-    """Values of some nodes, computing only what they need; `known_values` cuts the graph at those nodes."""
+    """Values of some nodes, computing only what they need; `known_values` cuts the graph at those nodes.
+
+    value_of: what computes a node, in place of `compute`.
+    """
+    value_of = value_of or compute
     values = dict(known_values or {})
     outputs = list(nodes)
     needed = ancestors(outputs, stop=set(values))
@@ -146,7 +154,7 @@ def evaluate(
     for node in outputs[0].graph.nodes if outputs else ():
         if node not in needed or node in values or node.op == "get_attr":
             continue
-        values[node] = compute(node, params, inputs, values)
+        values[node] = value_of(node, params, inputs, values)
         for parent in node.all_input_nodes:
             waiting[parent] -= 1
             if not waiting[parent] and parent not in outputs:

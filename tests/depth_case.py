@@ -1,7 +1,15 @@
 """What small models of four layers compute where tokens pass layers by."""
 
+from functools import cache
+
+import models
 import numpy as np
 import torch
+
+from accel.compiler.pipeline import pipeline
+from accel.ir.calibration import Calibration
+from accel.ir.capture.capture import capture
+from accel.passes import run
 
 LAYERS, NEVER = 4, 2.0
 TOKENS = np.random.default_rng(0).integers(0, 90, (2, 24))
@@ -36,3 +44,30 @@ def far(got, want):
 
 def plan(*kept):
     return np.isin(np.arange(LAYERS), kept)
+
+
+@cache
+def module_of(count, name="llama"):
+    return models.make(name, count)
+
+
+@cache
+def _program(count, name):
+    made = capture(module_of(count, name), max_context=64)
+    run(made, pipeline())
+    return made
+
+
+def program_of(count, text, name="llama"):
+    """A captured model of so many layers as a depth method finds it, with a calibration text [n,T]."""
+    made = _program(count, name).copy()
+    made.calibration = Calibration(text, text, "given")
+    return made
+
+
+def losses_without(module, text, gone):
+    """Of each row of text [n,T], the loss of a module that these layers change nothing of: [n]."""
+    ran = np.ones((module.config.num_hidden_layers, text.shape[1]), bool)
+    ran[list(gone)] = False
+    odds = torch.from_numpy(oracle(module, text.numpy(), ran)).log_softmax(-1)
+    return -odds[:, :-1].gather(-1, text[:, 1:, None])[..., 0].double().sum(1)

@@ -20,7 +20,6 @@ from accel.passes import run
 from accel.passes.depth import shortgpt
 from accel.passes.depth.calm import Calm, least_threshold, leaving, observed
 from accel.passes.depth.unified_skip import evenly
-from accel.passes.weights._calibrated import calibration_of
 
 from .depth_case import LAYERS, NEVER, TOKENS, far, oracle, plan
 
@@ -78,7 +77,6 @@ def test_options_out_of_range_are_refused(options, words):
     [
         ({"use": "unified-skip", "speedup": 3.0}, "give a speedup of at most 2"),
         ({"use": "calm", "first": 4}, "no exit after layer 4 of 4"),
-        ({"use": "shortgpt", "share": 0.9}, "give a share of at most 0.5"),
     ],
 )
 def test_what_a_model_has_no_layers_for_is_refused(options, words, deep):
@@ -268,17 +266,19 @@ def test_influence_is_one_less_the_mean_cosine(deep, monkeypatch):
     module, _ = deep("llama")
     influence, seen = shortgpt.influence, []
 
-    def watched(program, calls, tokens):
-        row = calibration_of(program).tokens[:1, : program.facts.max_context]
-        seen.append((row, influence(program, calls, 1)))
-        return influence(program, calls, tokens)
+    def watched(program, calls, text):
+        found = influence(program, calls, text)
+        seen.append((text, found.mean(0)))
+        return found
 
     monkeypatch.setattr(shortgpt, "influence", watched)
     recipe = {"depth": {"use": "shortgpt"}}
     accel.optimize(module, recipe, target="eager", max_context=64, verify=False).close()
-    ((row, found),) = seen
+    ((text, found),) = seen
     with torch.no_grad():
-        states = module(row, output_hidden_states=True).hidden_states[:LAYERS]  # the last is normed
+        states = module(text, output_hidden_states=True).hidden_states[
+            :LAYERS
+        ]  # the last is normed
     near = [torch.cosine_similarity(a, b, dim=-1) for a, b in pairwise(states)]
     want, other = ([1 - float(x[:, n:].mean()) for x in near] for n in (1, 0))
     np.testing.assert_allclose(found[: LAYERS - 1], want, atol=1e-5)

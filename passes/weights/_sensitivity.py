@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from accel.ir.ops.op import REFERENCES, operand_of
-from accel.ir.program import Program, compute, last_uses, operand
-from accel.ir.region import Conditional, Region
+from accel.ir.ops.op import operand_of
+from accel.ir.program import Program, operand
 from accel.passes.calibrate import feeds
+from accel.passes.gradients import References
 
 Read = Callable[[], Tensor]  # a weight [N,K]
 Note = Callable[[Tensor, Tensor, Tensor], None]  # (weight [N,K], inputs [n,K], gradient [n,N])
@@ -49,7 +49,7 @@ def rounding_losses(
 
     run = _Run(program, products, note)
     with torch.enable_grad():
-        logits = run.graph(program.step.graph, feeds(program, "step", tokens))[
+        logits = run.graph(program.step.graph, program.params, feeds(program, "step", tokens))[
             list(program.step.output_nodes()).index("logits")
         ]
         odds = logits.float().log_softmax(-1).flatten(0, -2)
@@ -78,8 +78,8 @@ class _Product(torch.autograd.Function):
             return gradient @ weight, None, None, None
 
 
-class _Run:
-    """The interpreter of the run forward: references in place of operators, since those have gradients."""
+class _Run(References):
+    """The run forward, which notes at products of weights."""
 
     def __init__(
         self, program: Program, products: Mapping[fx.Node, str], note: Callable[[str], Note]
@@ -87,35 +87,20 @@ class _Run:
         self.params, self.products, self.note = program.params, products, note
         self.start = torch.zeros((), requires_grad=True)  # what makes the first product have one
 
-    def graph(self, graph: fx.Graph, inputs: Mapping[str, Any]) -> Any:
-        values: dict[fx.Node, Any] = {}
-        last = last_uses(graph)
-        for node in graph.nodes:
-            if node.op == "output":
-                return map_arg(node.args[0], lambda n: operand(n, self.params, values))
-            if node.op != "get_attr":
-                values[node] = self._value(node, inputs, values)
-            for dead in last.get(node, ()):
-                values.pop(dead, None)
-        raise ValueError("the graph returns nothing")
-
-    def _value(
-        self, node: fx.Node, inputs: Mapping[str, Any], values: Mapping[fx.Node, Any]
+    def value(
+        self,
+        node: fx.Node,
+        params: Mapping[str, Tensor],
+        inputs: Mapping[str, Any],
+        values: Mapping[fx.Node, Any],
     ) -> Any:
-        def value_of(n: fx.Node) -> Any:
-            return operand(n, self.params, values)
-
-        if node in self.products:
-            name = self.products[node]
-            x, bias = value_of(operand_of(node, "input")), operand_of(node, "bias")
-            made = _Product.apply(x, self.start, lambda: self.params[name], self.note(name))  # type: ignore[no-untyped-call]
-            return made if bias is None else made + value_of(bias)
-        args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
-        if isinstance(node.target, Region):
-            skipped = isinstance(node.target, Conditional) and not args[0]
-            graph = node.target.otherwise if skipped else node.target.graph  # type: ignore[attr-defined]
-            names = [str(p.target) for p in graph.find_nodes(op="placeholder")]
-            return self.graph(graph, dict(zip(names, args, strict=True)))
-        if node.target in REFERENCES:
-            return REFERENCES[node.target](*args, **kwargs)
-        return compute(node, self.params, inputs, values)
+        """See References."""
+        if node not in self.products:
+            return super().value(node, params, inputs, values)
+        name = self.products[node]
+        x, bias = (
+            map_arg(operand_of(node, n), lambda n: operand(n, params, values))
+            for n in ("input", "bias")
+        )
+        made = _Product.apply(x, self.start, lambda: self.params[name], self.note(name))  # type: ignore[no-untyped-call]
+        return made if bias is None else made + bias

@@ -270,7 +270,7 @@ FORCED = {  # recipes that are refused for an invariant, one of each pair of axe
     ("kv.codec=kivi", "prefill.prune=promptdistill"): Invariant.UNIFORM_SLOTS,
     ("kv.reuse=paged-prefix", "prefill.prune=promptdistill"): Invariant.UNIFORM_SLOTS,
     ("kv.score=knorm", "depth=shortgpt"): Invariant.FIXED_LAYERS,
-    ("kv.codec=kivi", "depth=shortgpt"): Invariant.FIXED_LAYERS,
+    ("kv.codec=squat", "depth=shortgpt"): Invariant.FIXED_LAYERS,
     ("kv.score=snapkv", "depth=by-call"): Invariant.ALL_LAYERS_RUN,
     ("kv.score=h2o", "depth=unified-skip"): Invariant.ALL_LAYERS_RUN,
     ("kv.reuse=paged-prefix", "depth=by-call"): Invariant.ALL_LAYERS_RUN,

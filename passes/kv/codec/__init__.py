@@ -13,13 +13,13 @@ from accel.ir.tables import Tables
 from accel.passes import Pass
 from accel.passes.kv.codec._encode import Encode
 from accel.passes.kv.codec._method import AcrossLayers, At, Codec, Layout, Storage
+from accel.passes.trained import Trained
 
 __all__ = ["AcrossLayers", "At", "Base", "Layout", "Storage"]
 
 BLOCKS_RELY = frozenset(
     {
         Invariant.APPEND_ONLY,
-        Invariant.FIXED_LAYERS,
         Invariant.HEADS_LEVEL,
         Invariant.ROW_PRIVATE,
         Invariant.UNIFORM_SLOTS,
@@ -49,6 +49,8 @@ class Base(Codec, Method):
         if across:
             heads |= {Invariant.ALL_LAYERS_RUN}
         queries = QUERIES_RELY if asks.queries else frozenset()
+        if asks.block and (across or asks.queries or isinstance(self, Tables | Trained)):
+            heads |= {Invariant.FIXED_LAYERS}  # layers go by each other, or are known by number
         return heads | queries | (BLOCKS_RELY if asks.block else frozenset())
 
     @property

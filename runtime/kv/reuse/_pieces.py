@@ -36,7 +36,6 @@ class Pieces(Base):
         Invariant.ALL_LAYERS_RUN,
         Invariant.ALL_TOKENS_HELD,
         Invariant.CALL_INDEPENDENT,
-        Invariant.FIXED_LAYERS,
         Invariant.PLAIN_KEYS,
         Invariant.TOKENS_CONTIGUOUS,
         Invariant.UNIFORM_SLOTS,

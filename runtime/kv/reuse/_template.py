@@ -17,7 +17,6 @@ class Template(Base):
         Invariant.ALL_LAYERS_RUN,
         Invariant.ALL_TOKENS_HELD,
         Invariant.CALL_INDEPENDENT,
-        Invariant.FIXED_LAYERS,
         Invariant.PLAIN_KEYS,
         Invariant.TOKENS_CONTIGUOUS,
     }

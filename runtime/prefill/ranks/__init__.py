@@ -40,7 +40,6 @@ class Base(Method, ABC):
             Invariant.ALL_TOKENS_HELD,
             Invariant.APPEND_ONLY,
             Invariant.CHAINS,
-            Invariant.FIXED_LAYERS,
             Invariant.FULL_ATTENTION,
             Invariant.HOST_MEMORY,
             Invariant.PLAIN_KEYS,

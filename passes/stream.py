@@ -1,0 +1,74 @@
+"""The residual stream of a text, layer by layer: what runs all layers, or some, without building a model of each
+choice.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from accel.ir.program import Program, ValueOf, compute, evaluate
+from accel.passes.calibrate import feeds
+
+
+class Stream:
+    """The stream of rows of one text, tokens [n,T], through the layers of a program's step, `calls`.
+
+    start: the stream [n,T,E] before the first layer. What layers take beside it (masks, positions, empty caches) is
+    computed once. value_of: what computes the nodes of layers and of the head.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        calls: Sequence[fx.Node],
+        tokens: Tensor,
+        value_of: ValueOf = compute,
+    ):
+        self.params, self.calls, self.tokens = program.params, calls, tokens
+        self._value_of = value_of
+        self._inputs = feeds(program, "step", tokens)
+        self._logits = program.step.output_nodes()["logits"]
+        self._end = stream_after(calls[-1])
+        inputs = dict.fromkeys(a for call in calls for a in call.all_input_nodes)
+        others = [a for a in inputs if a not in map(stream_after, calls)]
+        with torch.no_grad():
+            values = evaluate(others, self.params, self._inputs)
+        self._values = dict(zip(others, values, strict=True))
+        self.start: Tensor = self._values[_before(calls[0])]
+
+    def layer(self, index: int, x: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The stream behind a layer, of x [n,T,E] before it. params: in place of the program's."""
+        call = self.calls[index]
+        values = {**self._values, _before(call): x}
+        out: Tensor = self._value_of(call, params or self.params, self._inputs, values)[0]
+        return out
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[n,T,V], of the stream [n,T,E] behind the last layer."""
+        known = {**self._values, self._end: x}
+        found: list[Tensor] = evaluate(
+            [self._logits], self.params, self._inputs, known, self._value_of
+        )
+        return found[0]
+
+    def losses(self, x: Tensor) -> Tensor:
+        """Of each row the sum of the negative log-likelihood of its tokens behind the first, float64 [n]."""
+        odds = self.logits(x)[:, :-1].float()
+        loss = F.cross_entropy(odds.transpose(1, 2), self.tokens[:, 1:], reduction="none")
+        return loss.double().sum(1)
+
+
+def stream_after(call: fx.Node) -> fx.Node:
+    """The residual stream behind a layer."""
+    return next(u for u in call.users if u.target is operator.getitem and u.args[1] == 0)
+
+
+def _before(call: fx.Node) -> fx.Node:
+    before = call.args[0]
+    assert isinstance(before, fx.Node)
+    return before
