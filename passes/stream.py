@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from accel.ir.program import Program, ValueOf, compute, evaluate
+from accel.ir.region import Region
 from accel.passes.calibrate import feeds
 
 
@@ -47,6 +49,17 @@ class Stream:
         values = {**self._values, _before(call): x}
         out: Tensor = self._value_of(call, params or self.params, self._inputs, values)[0]
         return out
+
+    def inside(self, index: int, x: Tensor, nodes: Sequence[fx.Node]) -> list[Tensor]:
+        """Values of nodes of a layer's own graph, of x [n,T,E] before it."""
+        call = self.calls[index]
+        region = call.target
+        assert isinstance(region, Region)
+        values = {**self._values, _before(call): x}
+        names = [str(h.target) for h in region.graph.find_nodes(op="placeholder")]
+        arguments = map_arg(call.args, values.__getitem__)
+        inputs = dict(zip(names, arguments, strict=True))
+        return evaluate(nodes, self.params, inputs, None, self._value_of)
 
     def logits(self, x: Tensor) -> Tensor:
         """[n,T,V], of the stream [n,T,E] behind the last layer."""

@@ -71,3 +71,33 @@ def losses_without(module, text, gone):
     ran[list(gone)] = False
     odds = torch.from_numpy(oracle(module, text.numpy(), ran)).log_softmax(-1)
     return -odds[:, :-1].gather(-1, text[:, 1:, None])[..., 0].double().sum(1)
+
+
+# Of an architecture: what in a block gives that which attention, and the MLP, adds to the stream.
+KINDS = {
+    "llama": (lambda b: b.self_attn, lambda b: b.mlp),
+    "gpt2": (lambda b: b.attn, lambda b: b.mlp),
+    "gemma2": (lambda b: b.post_attention_layernorm, lambda b: b.post_feedforward_layernorm),
+    "gpt_neox": (lambda b: b.attention, lambda b: b.mlp),  # side by side
+    "cohere": (lambda b: b.self_attn, lambda b: b.mlp),  # side by side
+}
+
+
+def branch_oracle(name, module, tokens, attn, mlp):
+    """The module's logits where branches of token t add to the stream in the layers attn[:,t] and mlp[:,t] alone."""
+    stack = next(m for m in module.modules() if isinstance(m, torch.nn.ModuleList))
+    handles = []
+    for find, ran in zip(KINDS[name], (attn, mlp), strict=True):
+        for layer, mask in zip(stack, torch.from_numpy(np.array(ran)), strict=True):
+
+            def off(_, args, out, mask=mask):
+                value = out[0] if isinstance(out, tuple) else out
+                new = value * mask[None, :, None]
+                return (new, *out[1:]) if isinstance(out, tuple) else new
+
+            handles.append(find(layer).register_forward_hook(off))
+    with torch.no_grad():
+        found = module(torch.tensor(tokens), use_cache=False).logits.numpy()
+    for handle in handles:
+        handle.remove()
+    return found

@@ -13,37 +13,11 @@ from accel.passes import run
 from accel.passes.depth._branches import branches
 from accel.passes.depth._joint import branch_conditions, layers
 
-from .depth_case import LAYERS, TOKENS, WHOLE, far, plan
+from .depth_case import KINDS, LAYERS, TOKENS, WHOLE, far, plan
+from .depth_case import branch_oracle as oracle
 from .depth_case import oracle as layers_off
 
 NONE = ~WHOLE
-KINDS = {
-    "llama": (lambda b: b.self_attn, lambda b: b.mlp),
-    "gpt2": (lambda b: b.attn, lambda b: b.mlp),
-    "gemma2": (lambda b: b.post_attention_layernorm, lambda b: b.post_feedforward_layernorm),
-    "gpt_neox": (lambda b: b.attention, lambda b: b.mlp),  # side by side
-    "cohere": (lambda b: b.self_attn, lambda b: b.mlp),  # side by side
-}
-
-
-def oracle(name, module, tokens, attn, mlp):
-    """The module's logits where branches of token t add to the stream in the layers attn[:,t] and mlp[:,t] alone."""
-    stack = next(m for m in module.modules() if isinstance(m, torch.nn.ModuleList))
-    handles = []
-    for find, ran in zip(KINDS[name], (attn, mlp), strict=True):
-        for layer, mask in zip(stack, torch.from_numpy(np.array(ran)), strict=True):
-
-            def off(_, args, out, mask=mask):
-                value = out[0] if isinstance(out, tuple) else out
-                new = value * mask[None, :, None]
-                return (new, *out[1:]) if isinstance(out, tuple) else new
-
-            handles.append(find(layer).register_forward_hook(off))
-    with torch.no_grad():
-        found = module(torch.tensor(tokens), use_cache=False).logits.numpy()
-    for handle in handles:
-        handle.remove()
-    return found
 
 
 def over(count, *stretches):

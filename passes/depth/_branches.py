@@ -33,6 +33,11 @@ class Term:
         assert isinstance(value, fx.Node)
         return value
 
+    @property
+    def carried(self) -> fx.Node:
+        """What it is added to."""
+        return _node(self.total.args[1 - self.place])
+
 
 @dataclass(frozen=True)
 class Branches:

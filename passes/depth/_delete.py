@@ -21,8 +21,8 @@ from accel.passes.weights._calibrated import calibration_of
 
 
 @dataclass(frozen=True)
-class Deletes(Base):
-    """Deletes the fraction `share` of the layers, with weights and caches; the first and the last layer stay.
+class Deletion(Base):
+    """Deletes the fraction `share` of something, as a calibration text orders it.
 
     tokens: how many of the calibration text are read; one row of it at least.
     """
@@ -36,41 +36,14 @@ class Deletes(Base):
     provides = frozenset()
     error = 10.0  # other models; that one without the layers is what is left, the laws of this axis hold
     small: ClassVar[Mapping[str, Any]] = {"share": 0.4, "tokens": 5}
-    by: ClassVar[str] = "score"  # what the numbers of `goes` are, in a word
 
-    @abstractmethod
-    def goes(
-        self, program: Program, calls: Sequence[fx.Node], count: int, text: Tensor
-    ) -> dict[int, float]:
-        """The layers that go, none of them the first or the last: `count` of them, and the number that each goes by.
-
-        calls: of the layers, in order; text: token ids [n,T], of which T is 2 at least.
-        """
-
-    def run(self, program: Program) -> Report:
-        """See Pass."""
+    def no_adapters(self, program: Program) -> None:
+        """Raise PassError where sessions choose adapters."""
         if program.facts.adapters is not None:
             raise PassError(
                 f"{self.use}: it deletes layers, of which adapters that sessions choose have weights; merge one "
                 f"adapter (merge_adapter), or leave {self.use} out"
             )
-        calls = layers(program)
-        count = int(self.share * len(calls))
-        if count == 0:
-            return Report(refused=[f"{self.share:g} of {len(calls)} layers is none"])
-        most = max(0, len(calls) - 2)
-        if count > most:
-            raise PassError(
-                f"{self.use}: {self.share:g} of {len(calls)} layers are {count}, but the first and the "
-                f"last layer stay; give a share of at most {most / len(calls):.3g}"
-            )
-        numbers = self.goes(program, calls, count, self.text(program))
-        remove(program, calls, sorted(numbers))
-        listed = ", ".join(f"{i} ({x:.3f})" for i, x in sorted(numbers.items()))
-        program.facts.notes.append(
-            f"{self.use} deleted layers {listed} of {len(calls)} ({self.by})"
-        )
-        return Report(changed=count)
 
     def text(self, program: Program) -> Tensor:
         """Rows [n,T] of the calibration text, of T > 1. Raises PassError."""
@@ -91,6 +64,43 @@ class Deletes(Base):
             f"{self.use}: {text.numel()} tokens of text do not order the layers: {why}; give a longer text "
             f"(calibration=…) and more tokens of it (tokens, now {self.tokens})"
         )
+
+
+@dataclass(frozen=True)
+class Deletes(Deletion):
+    """Deletes the fraction `share` of the layers, with weights and caches; the first and the last layer stay."""
+
+    by: ClassVar[str] = "score"  # what the numbers of `goes` are, in a word
+
+    @abstractmethod
+    def goes(
+        self, program: Program, calls: Sequence[fx.Node], count: int, text: Tensor
+    ) -> dict[int, float]:
+        """The layers that go, none of them the first or the last: `count` of them, and the number that each goes by.
+
+        calls: of the layers, in order; text: token ids [n,T], of which T is 2 at least.
+        """
+
+    def run(self, program: Program) -> Report:
+        """See Pass."""
+        self.no_adapters(program)
+        calls = layers(program)
+        count = int(self.share * len(calls))
+        if count == 0:
+            return Report(refused=[f"{self.share:g} of {len(calls)} layers is none"])
+        most = max(0, len(calls) - 2)
+        if count > most:
+            raise PassError(
+                f"{self.use}: {self.share:g} of {len(calls)} layers are {count}, but the first and the "
+                f"last layer stay; give a share of at most {most / len(calls):.3g}"
+            )
+        numbers = self.goes(program, calls, count, self.text(program))
+        remove(program, calls, sorted(numbers))
+        listed = ", ".join(f"{i} ({x:.3f})" for i, x in sorted(numbers.items()))
+        program.facts.notes.append(
+            f"{self.use} deleted layers {listed} of {len(calls)} ({self.by})"
+        )
+        return Report(changed=count)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, RecipeError
-from accel.passes.depth._delete import Deletes
+from accel.passes.depth._delete import Deletion
 
 from ..depth_case import LAYERS, NEVER, TOKENS, WHOLE, far, oracle, plan
 
@@ -25,7 +25,7 @@ def on(compiled):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", [n for n in NAMES if not issubclass(AXIS.method(n), Deletes)])
+@pytest.mark.parametrize("name", [n for n in NAMES if not issubclass(AXIS.method(n), Deletion)])
 def test_all_layers_on_is_the_full_model_bit_for_bit(name, deep):
     _, compiled = deep("llama", use=name, **AXIS.small(name))
     assert compiled.report["grade"] == AXIS.build(name, **AXIS.small(name)).grade
