@@ -71,8 +71,9 @@ class Stream:
 
     def losses(self, x: Tensor) -> Tensor:
         """Of each row the sum of the negative log-likelihood of its tokens behind the first, float64 [n]."""
-        odds = self.logits(x)[:, :-1].float()
-        loss = F.cross_entropy(odds.transpose(1, 2), self.tokens[:, 1:], reduction="none")
+        odds = self.logits(x)[:, :-1].float().flatten(0, 1)
+        targets = self.tokens[:, 1:]
+        loss = F.cross_entropy(odds, targets.flatten(), reduction="none").view(targets.shape)
         return loss.double().sum(1)
 
 

@@ -111,7 +111,9 @@ class Ranks(Deletes):
     def scores(
         self, program: Program, calls: Sequence[fx.Node], text: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Of each layer its score [L], and how far another text of this length may be from it [L]: a standard error."""
+        """Of each layer its score [L], and how far another text of this length may be from it [L]: a standard error,
+        without what all layers have in common.
+        """
 
     def goes(
         self, program: Program, calls: Sequence[fx.Node], count: int, text: Tensor

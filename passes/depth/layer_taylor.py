@@ -36,16 +36,17 @@ class LayerTaylor(Ranks):
         self, program: Program, calls: Sequence[fx.Node], text: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See Ranks."""
-        found, error = torch.zeros(2, len(calls), dtype=torch.float64)
-        both = layer_gradients(program, calls, text[::2])
-        other = layer_gradients(program, calls, text[1::2] if len(text) > 1 else text)
-        shares = [len(text[::2]), len(text[1::2])]
-        for (i, one), (_, two) in zip(both, other, strict=True):
-            sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(len(calls), 3, dtype=torch.float64)  # of all samples, and of each half
+        halves = text[::2], text[1::2] if len(text) > 1 else text
+        both = (layer_gradients(program, calls, half) for half in halves)
+        for (i, one), (_, two) in zip(*both, strict=True):
             for name, half in one.items():
                 slopes = half.gradient, two[name].gradient
-                mean = (slopes[0] * shares[0] + slopes[1] * shares[1]) / sum(shares)
-                for n, slope in enumerate((mean, *slopes)):
-                    sums[n] += float((half.weight * slope).abs().sum(dtype=torch.float64))
-            found[i], error[i] = sums[0], (sums[1] - sums[2]).abs() / 2
-        return found, error
+                mean = sum(s * len(h) for s, h in zip(slopes, halves, strict=True))
+                for n, slope in enumerate((mean / sum(map(len, halves)), *slopes)):
+                    sums[i, n] += float((half.weight * slope).abs().sum(dtype=torch.float64))
+        found = sums[:, 0]
+        shares = sums / sums.sum(0).clamp(
+            min=torch.finfo(sums.dtype).tiny
+        )  # a half may have a larger loss
+        return found, (shares[:, 1] - shares[:, 2]).abs() / 2 * found.sum()

@@ -29,7 +29,10 @@ class ShortGPT(Ranks):
     ) -> tuple[Tensor, Tensor]:
         """See Ranks."""
         by_row = influence(program, calls, text)
-        error = by_row.std(0) / len(text) ** 0.5 if len(text) > 1 else torch.zeros(len(calls))
+        apart = by_row - by_row.mean(
+            1, keepdim=True
+        )  # a row may change the stream more in all layers
+        error = apart.std(0) / len(text) ** 0.5 if len(text) > 1 else torch.zeros(len(calls))
         return by_row.mean(0), error
 
 
