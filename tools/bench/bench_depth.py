@@ -2,10 +2,10 @@
 
     python tools/bench/bench_depth.py CHECKPOINT [--recipe int4] [--context 512] [--threads 1] [--kernels native]
 
-Builds the recipe without and with `unified-skip` (a nested and a propagating cache) and lets them take
-turns of a few steps in one process: the plain graph, all layers on, every second one, and one alone, from
-which the head's time follows. Ratios are medians over the rounds, with their quartiles. With one thread
-its own processor time counts, which others on the machine disturb less.
+Builds the recipe without and with `unified-skip` (a nested and a propagating cache) and `by-branch`, and lets
+them take turns of a few steps in one process: the plain graph, all layers on, every second one, and one alone,
+from which the head's time follows; of branches also every second attention, and every second MLP. Ratios are
+medians over the rounds, with their quartiles. With one thread its own processor time counts, which others on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ import accel
 from accel.runtime.session.session import Session
 
 CACHES = ("nested", "propagate")
+BRANCHES = "branches"
+BUILDS: dict[str, dict[str, str]] = {
+    **{cache: {"use": "unified-skip", "cache": cache} for cache in CACHES},
+    BRANCHES: {"use": "by-branch"},
+}
 Clock = Callable[[], float]
 QUIET = 0.25  # seconds in which threads of the session before stop spinning
 
@@ -39,21 +44,21 @@ def main(
     keep: Annotated[Path | None, typer.Option(help="builds are kept here, and taken from")] = None,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        paths = {None: "plain", **{cache: cache for cache in CACHES}}
         models = {}
-        for cache, name in paths.items():
+        for name, table in {"plain": None, **BUILDS}.items():
             out = (keep or Path(folder)) / f"{checkpoint.name}-{recipe}-{name}"
             if not out.exists():
-                depth = [{"depth": {"use": "unified-skip", "cache": cache}}] if cache else []
+                depth = [{"depth": table}] if table else []
                 room = context + 256
                 accel.optimize(
                     checkpoint, [recipe, *depth], max_context=room, out=out, verify=False
                 ).close()
-            models[cache] = accel.load(out, threads=threads, kernels=kernels)
+            models[name] = accel.load(out, threads=threads, kernels=kernels)
         times = measure(models, context, rounds, steps, threads)
         for model in models.values():
             model.close()
-    print(table(times, len(models["nested"].facts.depth.plan)))
+    print(table(times, layers := len(models["nested"].facts.depth.plan)))
+    print(branches(times, layers))
 
 
 def measure(
@@ -67,11 +72,14 @@ def measure(
         "half": np.arange(layers) % 2 == 0,
         "one": np.arange(layers) == 0,
     }
-    tokens = np.random.default_rng(0).integers(0, models[None].facts.vocab_size, (1, context))
-    turns: dict[str, tuple[Session, dict[str, Any]]] = {"plain": (models[None].session(), {})}
-    for cache in CACHES:
+    tokens = np.random.default_rng(0).integers(0, models["plain"].facts.vocab_size, (1, context))
+    turns: dict[str, tuple[Session, dict[str, Any]]] = {"plain": (models["plain"].session(), {})}
+    for build in BUILDS:
         for name, plan in plans.items():
-            turns[f"{cache} {name}"] = models[cache].session(), {"run_layers": plan}
+            turns[f"{build} {name}"] = models[build].session(), {"run_layers": plan}
+    for kind, other in (("run_attn", "run_mlp"), ("run_mlp", "run_attn")):
+        off = {kind: plans["half"], other: plans["all"]}
+        turns[f"{BRANCHES} {kind}"] = models[BRANCHES].session(), off
     for session, _ in turns.values():
         session.run(tokens, last_only=True)
     found: dict[str, list[float]] = {name: [] for name in turns}
@@ -121,6 +129,23 @@ def table(times: dict[str, list[float]], layers: int) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def branches(times: dict[str, list[float]], layers: int) -> str:
+    """What conditions on branches cost, and what leaving them out gives."""
+    plain, on, half = times["plain"], times[f"{BRANCHES} all"], times[f"{BRANCHES} half"]
+    attention, mlp = times[f"{BRANCHES} run_attn"], times[f"{BRANCHES} run_mlp"]
+    one, whole = times[f"{BRANCHES} one"], times["nested one"]
+    left = [(a - b) / (2 * (layers - 1)) * 1e6 for a, b in zip(one, whole, strict=True)]
+    return "\n".join(
+        [
+            "| all branches on, of the plain graph | half of the layers off | half of the attentions off, times faster "
+            "| half of the MLPs off | a branch that is off, µs |",
+            "|---|---|---|---|---|",
+            f"| {ratio(on, plain)} | {ratio(plain, half)} | {ratio(plain, attention)} | {ratio(plain, mlp)} "
+            f"| {median(left):.1f} |",
+        ]
+    )
 
 
 def less(a: list[float], b: list[float]) -> list[float]:
