@@ -65,6 +65,10 @@ def test_models_of_published_shapes_decode_by_every_loop_and_canvas(name):
             }
             if not conflicts(found):
                 compiled._loop, compiled._methods = found["loop"], found
+                if "draft" in found["loop"].asks and compiled.draft_model is None:
+                    compiled.draft_model = accel.optimize(
+                        models.llama(), max_context=64, max_batch=3
+                    )
                 alone = [compiled.generate([p], 18, eos=[]).tokens[0] for p in given]
                 assert compiled.generate(given, 18, eos=[]).tokens == alone, (use, canvas)
 
