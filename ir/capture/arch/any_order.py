@@ -60,9 +60,9 @@ class AnyOrderLayer(nn.Module):
         )
         return turned(q, angles), turned(k, angles), v
 
-    def mixed(self, x: Tensor, found: Tensor) -> Tensor:
-        """x [B,T,E] and what attention found [B,H,T,D] -> x after the layer."""
-        x = x + self.out(found.transpose(1, 2).flatten(2))
+    def mixed(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [B,T,E] and what attention gave [B,H,T,D] -> x after the layer."""
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         h = self.between(x)
         after: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
         return after
@@ -111,10 +111,10 @@ class AnyOrder(nn.Module):
         for layer in cast("Iterable[AnyOrderLayer]", self.layers):
             q, k, v = layer.heads_of(x, at[:, None] * self.speed)
             gq, gk, gv = layer.heads_of(g, places[:, None] * self.speed)
-            found = F.scaled_dot_product_attention(q, k, v, content_bias)
+            seen = F.scaled_dot_product_attention(q, k, v, content_bias)
             asked = F.scaled_dot_product_attention(
                 gq, torch.cat((k, gk), 2), torch.cat((v, gv), 2), torch.cat((query_bias, alone), 1)
             )
-            x, g = layer.mixed(x, found), layer.mixed(g, asked)
+            x, g = layer.mixed(x, seen), layer.mixed(g, asked)
         logits: Tensor = self.head(self.norm(g))
         return logits

@@ -67,7 +67,7 @@ GIVEN = prompts(3, (5, 11, 2))
 def test_the_weight_of_the_causal_model_decides_how_many_stay():
     """All of a call, with none of it; fewer with more of it."""
     found = {}
-    for mixture in (1.0, 0.9, 0.5, 0.0):
+    for mixture in (1.0, 0.9, 0.0):
         tokens, found[mixture], again = decoded(
             eager(True)[1], "apd", GIVEN, block=BLOCK, mixture=mixture
         )
@@ -154,13 +154,13 @@ def test_a_slot_is_drawn_from_the_samplers_law():
         found = np.bincount(
             [
                 made.generate(GIVEN[0], 1, temperature=1.5, seed=s, eos=[]).tokens[0][0]
-                for s in range(200)
+                for s in range(120)
             ],
             minlength=VOCABULARY,
         )
     likely = wanted > 0.02
-    off = (found[likely] - 200 * wanted[likely]) / np.sqrt(
-        200 * wanted[likely] * (1 - wanted[likely])
+    off = (found[likely] - 120 * wanted[likely]) / np.sqrt(
+        120 * wanted[likely] * (1 - wanted[likely])
     )
     assert np.abs(off).max() < 4 and found[MASK] == 0
 
