@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -53,14 +54,19 @@ class Apd(Blocks):
     def fill(self, canvas: Canvas) -> Iterator[tuple[int, int]]:
         """One call."""
         assert isinstance(canvas, _Sliding)
-        total, guesses = canvas.counts, canvas.ahead()
-        for i, said in canvas.read(guesses).items():
+        start, total = perf_counter(), canvas.counts
+        guesses = canvas.ahead()
+        drawn = perf_counter()
+        lines = canvas.read(guesses)
+        checked = perf_counter()
+        for i, said in lines.items():
             place = canvas.place(i, 0, int(total[i]))
             place.memory.said = said
             stays = self.stays(guesses[i], place)
             canvas.commit(i, guesses[i], stays)
             canvas.stay(i, len(stays))
             canvas.rows[i].drafting.update(rounds=1, drafted=len(guesses[i]), accepted=len(stays))
+        canvas.rows[0].clock(drawn - start, checked - drawn, perf_counter() - start)  # for all
         yield from canvas.take()
 
     def stays(self, guess: Guess, place: Place) -> Any:

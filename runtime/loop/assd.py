@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -93,7 +94,7 @@ class Assd(Base):
 
     def _round(self, session: Session, texts: Mapping[int, _Text], rows: Sequence[Row]) -> None:
         """A draft of each row, and what of it stands."""
-        most = min(CHUNK, session.max_context)
+        start, most = perf_counter(), min(CHUNK, session.max_context)
         counts = {
             i: min(self.drafts, text.places.size - text.known, most - text.ids.size)
             for i, text in texts.items()
@@ -106,8 +107,10 @@ class Assd(Base):
                 text.fill(drafts[i].tokens)
             except Exception as error:
                 rows[i].fail(error)
+        drafted = perf_counter()
         asks = {i: texts[i].oracle(counts[i]) for i in drafts if counts[i] > 1}
         lines = _called(session, asks) if asks else {}
+        checked = perf_counter()
         for i, draft in drafts.items():
             row = rows[i]
             try:
@@ -118,7 +121,8 @@ class Assd(Base):
                 row.accept_all((token, line) for token, line, _ in found)
             except Exception as error:
                 row.fail(error)
-            texts[i].fill([token for token, *_ in found[: len(row.tokens) - texts[i].known]])
+            texts[i].fill(row.tokens[texts[i].known :])
+        rows[0].clock(drafted - start, checked - drafted, perf_counter() - start)  # for all
 
     def _drawn(self, row: Row, logits: Logits) -> _Draft:
         """Tokens drawn apart from each other from logits [K,V]."""

@@ -185,6 +185,7 @@ def test_of_each_draft_the_first_token_stays():
     """It is what the second call draws, too: its law is the same in both."""
     stats = model().generate([LONG], 9, temperature=1.5, seed=2, eos=[]).stats["speculation"]
     assert stats["accepted"] >= stats["rounds"] > 0 and stats["drafted"] > stats["accepted"]
+    assert min(stats["seconds"].values()) > 0
     text, places = list(LONG), [i for i, token in enumerate(LONG) if token == MASK]
     apart = said(text, places, 0, places[:1])
     text[places[1]] = 2
