@@ -36,13 +36,16 @@ NEW, BLOCK = 21, 8  # tokens of an answer, whose last block is shorter
 
 
 class Filler(nn.Module):
-    """Two layers that see both ways."""
+    """Two layers that see both ways; `causal`: only what is before, and no masks."""
 
-    def __init__(self, shift: bool, width: int = 32, heads: int = 4, seed: int = 0):
+    def __init__(
+        self, shift: bool, width: int = 32, heads: int = 4, seed: int = 0, causal: bool = False
+    ):
         super().__init__()
         torch.manual_seed(seed)
-        self.config = SimpleNamespace(mask_token_id=MASK, logit_shift=shift)
-        self.shift, self.heads = int(shift), heads
+        filling = {} if causal else {"mask_token_id": MASK, "logit_shift": shift}
+        self.config = SimpleNamespace(**filling)
+        self.shift, self.heads, self.causal = int(shift), heads, causal
         self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LONGEST, width)
         self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
         self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
@@ -56,7 +59,8 @@ class Filler(nn.Module):
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
         for qkv, out in zip(self.qkv, self.out, strict=True):
             q, k, v = qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-            x = x + out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            x = x + out(mixed.transpose(1, 2).flatten(2))
         return self.head(x)
 
 
@@ -87,7 +91,7 @@ class Seen:
     Of the block's K slots: `slots`, which of them are masks (`left`), which the call says something of (`free`), and
     `logits` [K,V], -inf of the mask token. Of every mask that the call sees, in the block and behind it: `masks` [n]
     and `behind` [n,V]. `step`: calls of the block before; `start`, `end`: of the answer; `memory`: what a rule keeps
-    of the row from call to call.
+    of the row from call to call; `text`: the tokens before the block.
     """
 
     slots: np.ndarray
@@ -100,6 +104,7 @@ class Seen:
     start: int
     end: int
     memory: dict[str, Any]
+    text: list[int]
 
     @property
     def sure(self) -> np.ndarray:
@@ -127,12 +132,14 @@ class Seen:
 class Case(NamedTuple):
     """What the law compares a loop with: the loop's options, `stays(seen)`, the places of the block's slots that a call
     fills, and `early(seen)`, whether all that the call sees is filled at once. fewer: the loop may take fewer calls.
+    slides: the block begins at the first mask in each call, and masks behind it are in no call.
     """
 
     options: dict[str, Any]
     stays: Callable[[Seen], Any]
     early: Callable[[Seen], bool] | None = None
     fewer: bool = False
+    slides: bool = False
 
     def __str__(self) -> str:
         return str(self.options)
@@ -195,6 +202,7 @@ def official(
     stays: Any,
     feeds: Callable[[], Callable[[Before], Any]] = every,
     early: Any = None,
+    slides: bool = False,
 ) -> tuple[list[int], int]:
     """New tokens and calls of one row, by the rules of a `Case` and of a `Fed`."""
     memory: dict[str, Any] = {}
@@ -205,25 +213,28 @@ def official(
     while start < end:
         stop, step = min(start + block, end), 0
         while masks[start:stop].any():
-            (fed,) = np.nonzero(rule(Before(masks, start, stop, step, model.shift)))
+            sees = stop if slides else end
+            (fed,) = np.nonzero(rule(Before(masks, start, stop, step, model.shift))[:sees])
             said = dict(zip((fed + model.shift).tolist(), store.write(x[fed], fed), strict=True))
             if model.shift and 0 in fed:
                 said[0] = said[1]
             calls += 1
-            at = np.array([i for i in range(start, end) if i in said or i < stop])
+            at = np.array([i for i in range(start, sees) if i in said or i < stop])
             logits = np.stack([said.get(int(i), np.zeros(VOCABULARY, np.float32)) for i in at])
             logits[:, MASK] = -np.inf
             token, here = logits.argmax(1), at < stop
             free = masks[at] & np.isin(at, [*said])
             seen = Seen(
                 at[here], masks[start:stop].copy(), free[here], logits[here], at[free], logits[free],
-                step, len(prompt), end, memory,
+                step, len(prompt), end, memory, x[:start].tolist(),
             )  # fmt: skip
             all_of_it = early is not None and early(seen)
             chosen = np.flatnonzero(free) if all_of_it else np.asarray(stays(seen))
             x[at[chosen]], masks[at[chosen]] = token[chosen], False
             step += 1
-        start = stop
+            if slides:
+                break
+        start = int(masks.argmax()) if slides and masks.any() else stop
     return x[len(prompt) :].tolist(), calls
 
 
@@ -245,23 +256,40 @@ def eager(shift: bool) -> tuple[Filler, CompiledModel]:
     return module, accel.optimize(module, recipe, target="eager", max_context=LONGEST)
 
 
+@cache
+def causal() -> tuple[Filler, CompiledModel]:
+    """A causal model of the same tokens, and its eager build."""
+    module = Filler(False, seed=5, causal=True).eval()
+    return module, accel.optimize(module, target="eager", max_context=LONGEST)
+
+
 def with_loop(
     compiled: CompiledModel, use: str, canvas: Any = "whole", **options: Any
 ) -> CompiledModel:
-    """The same program under another loop, without a build. A loop that needs a part gets that of its test file.
-    canvas: a name, or a table.
+    """The same program under another loop, without a build. A loop that needs a part gets that of its test file, and
+    one that needs a causal model that of `causal()`. canvas: a name, or a table.
     """
-    method = find_axes()["loop"].method(use)
+    method, second = find_axes()["loop"].method(use), None
     if issubclass(method, TrainedPart) and not method.optional:
         block = options.get("block", method.block)
         options = {"trained": _part_of(compiled, use, block), **options}
     table = {"use": canvas} if isinstance(canvas, str) else canvas
-    recipe = {"tables": {"loop": {"use": use, **options}, "canvas": table}}
-    program = compiled.program
-    program.facts.max_batch = 3
-    return CompiledModel(
-        EagerBackend(program), model_facts(program), tokenizer=compiled.tokenizer, recipe=recipe
+    tables = {"loop": {"use": use, **options}, "canvas": table}
+    if method.asks.get("draft") == "":
+        tables["draft"] = {"use": "model"}
+        second = _again(causal()[1].program)
+    return _again(
+        compiled.program,
+        tokenizer=compiled.tokenizer,
+        recipe={"tables": tables},
+        draft_model=second,
     )
+
+
+def _again(program: Any, **options: Any) -> CompiledModel:
+    """A program as a model for three rows."""
+    program.facts.max_batch = 3
+    return CompiledModel(EagerBackend(program), model_facts(program), **options)
 
 
 @cache

@@ -57,14 +57,17 @@ class Blocks(Base):
     ) -> Iterator[tuple[int, int]]:
         if all(row.finish for row in rows):
             return
-        memory = [self.begin(row) for row in rows]
-        method = context.methods["canvas"]
-        canvas = Canvas(session, rows, self.block, method, self.ways, memory)
+        canvas = self.opened(session, rows, context)
         try:
             while canvas.advance():
                 yield from self.fill(canvas)
         finally:
             canvas.close()
+
+    def opened(self, session: Session, rows: list[Row], context: DecodeContext) -> Canvas:
+        """The rows as masks and blocks. Raises InputError where the session's model fills no masks."""
+        memory = [self.begin(row) for row in rows]
+        return Canvas(session, rows, self.block, context.methods["canvas"], self.ways, memory)
 
     def fill(self, canvas: Canvas) -> Iterator[tuple[int, int]]:
         """Fill the block that each row is at: (row, token) of all that is certain, as it comes."""

@@ -113,6 +113,7 @@ class Canvas:
             )
         self.session, self.rows, self._block, self._method = session, rows, block, method
         self._mask, self._shift = canvas.diffusion.mask, int(canvas.diffusion.shift)
+        self._never = np.array([self._mask])  # tokens that no slot gets
         self.branches, self._memory = branches, memory
         if branches > 1:
             session.select(np.repeat(np.arange(len(rows)), branches))
@@ -133,6 +134,11 @@ class Canvas:
         self.first, self._step = self.last, 0
         self.last = np.minimum(self.first + self._block, self.ends)
         return bool(self.live.any())
+
+    @property
+    def sight(self) -> Ints:
+        """Up to which slot, excluded, calls of each row see, [B]: masks behind it are in no call."""
+        return self.ends
 
     @property
     def live(self) -> Mask:
@@ -173,7 +179,7 @@ class Canvas:
         """
         fed, asked = {}, {}
         for i in np.flatnonzero(counts).tolist():
-            end = int(self.ends[i])
+            end = int(self.sight[i])
             sheet = self._sheet(i)
             fed[i] = self._method.feeds(sheet) | (
                 sheet.at >= self.session.lengths[i * self.branches]
@@ -201,7 +207,7 @@ class Canvas:
 
     def _sheet(self, i: int) -> Sheet:
         """A row as the method sees it."""
-        end = int(self.ends[i])
+        end = int(self.sight[i])
         place = self._step, int(self.first[i]), int(self.last[i])
         return Sheet(*place, self.open[i, :end], self._age[i, :end], self._shift)
 
@@ -228,14 +234,18 @@ class Canvas:
         """What logits [n,V] of slots [n] say of those that are `hidden` [W] of a row that holds `ids` [W]. No guess is
         the mask, and samplers see the tokens up to the block's first slot that is hidden.
         """
-        row, first = self.rows[i], int(self.first[i])
+        first = int(self.first[i])
         slots, scores = slots[hidden[slots]], logits[hidden[slots]]
-        scores[:, self._mask] = -np.inf
-        tokens = row.sampler.choices(scores)
+        scores[:, self._never] = -np.inf
+        tokens = self.rows[i].sampler.choices(scores)
         if tokens is None:
-            seen = ids[: first + int(hidden[first:].argmax())]
-            tokens = np.array([row.sampler(one, seen, row.rng) for one in scores], np.int64)
+            tokens = self._drawn(i, scores, ids[: first + int(hidden[first:].argmax())])
         return Guess.of(slots, tokens, scores)
+
+    def _drawn(self, i: int, scores: Floats, seen: Ints) -> Ints:
+        """The tokens [n] that a row's sampler draws from logits [n,V]; it sees the tokens `seen`."""
+        row = self.rows[i]
+        return np.array([row.sampler(one, seen, row.rng) for one in scores], np.int64)
 
     def commit(self, i: int, guess: Guess, places: Any) -> None:
         """Let these of a guess's slots (by their place in it) hold its tokens for good."""

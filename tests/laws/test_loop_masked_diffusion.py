@@ -52,7 +52,7 @@ def law_published(shift, canvas, use, case, stays=None, given=None, new=NEW, fee
     module, compiled = eager(shift)
     given = prompts() if given is None else given
     name, fed = canvas
-    rules = stays or case.stays, feeds or fed.rule, case.early
+    rules = stays or case.stays, feeds or fed.rule, case.early, case.slides
     options = {"block": BLOCK, **case.options}
     wanted = [official(module, prompt, new, options["block"], *rules) for prompt in given]
     table = {"use": name, **fed.options}

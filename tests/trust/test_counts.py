@@ -97,6 +97,14 @@ def draft(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def second(tmp_path_factory):
+    """An artifact of a causal model with the tokens of the one that fills masks."""
+    folder = tmp_path_factory.mktemp("second") / "artifact"
+    accel.optimize(Filler(False, causal=True), out=folder, **SIZES).close()
+    return folder
+
+
 def tables(axis, use, request):
     """The smallest bundled recipe of a method, or what it needs beside it; sizes small."""
     needs = {
@@ -114,7 +122,10 @@ def tables(axis, use, request):
         found["depth"] = {"use": "by-call"}
     found = {a: {**t, **AXES[a].small(t["use"])} for a, t in found.items()}
     if found.get("draft", {}).get("use") == "model":
-        found["draft"]["path"] = str(request.getfixturevalue("draft"))
+        fills = (
+            AXES["loop"].method(found.get("loop", {"use": "speculative"})["use"]).masked_diffusion
+        )
+        found["draft"]["path"] = str(request.getfixturevalue("second" if fills else "draft"))
     return found
 
 

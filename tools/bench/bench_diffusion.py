@@ -42,6 +42,9 @@ VARIED: dict[str, Tables] = {  # loops with other options than their defaults
     "dllm-entropy, one block": ({"use": "dllm-entropy", "block": 1 << 20}, {}),
     "learn2pd, end filled": ({"use": "learn2pd", "end": "filled"}, {}),
     "learn2pd, end guessed": ({"use": "learn2pd", "end": "guessed"}, {}),
+    "apd, recompute-window": ({"use": "apd"}, {"use": "recompute-window"}),
+    "apd, mixture 0.9": ({"use": "apd", "mixture": 0.9}, {}),
+    "apd, mixture 0.3": ({"use": "apd", "mixture": 0.3}, {}),
 }
 VARIED_OF_BLOCKS: dict[str, Tables] = {
     f"{name}, {option} {value:g}": ({"use": name, option: value}, {})
@@ -108,7 +111,10 @@ def measure(model: Any, given: Any) -> list[dict[str, Any]]:
             for name, (table, canvas) in every.items():
                 tables = {"loop": table, "canvas": canvas}
                 model._loop = host_method(tables, "loop", PLAIN)
-                model._methods = {"canvas": host_method(tables, "canvas", "whole")}
+                model._methods = {
+                    **model._methods,
+                    "canvas": host_method(tables, "canvas", "whole"),
+                }
                 shares.clear()
                 start = time.perf_counter()
                 out = model.generate(prompt, max_new_tokens=given.new)
@@ -153,6 +159,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=REFERENCE / "diffusion")
+    parser.add_argument("--second", type=Path, default=REFERENCE, help="the causal model of `apd`")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument(
         "--loops",
@@ -167,11 +174,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every line there")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
-    recipe = (
-        "sdlm"
-        if json.loads((given.model / "config.json").read_text()).get("block_size")
-        else "freedave"
-    )
+    blocks = json.loads((given.model / "config.json").read_text()).get("block_size")
+    draft = {"use": "model", "path": str(given.second), "weights": ""}
+    recipe = "sdlm" if blocks else {"loop": {"use": "apd"}, "draft": draft}
     model = accel.optimize(given.model, recipe, max_context=512, verify=False)
     with model:
         model.generate("x", max_new_tokens=4)  # chooses kernels
