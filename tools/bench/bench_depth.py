@@ -5,7 +5,8 @@
 Builds the recipe without and with `unified-skip` (a nested and a propagating cache) and `by-branch`, and lets
 them take turns of a few steps in one process: the plain graph, all layers on, every second one, and one alone,
 from which the head's time follows; of branches also every second attention, and every second MLP. Ratios are
-medians over the rounds, with their quartiles. With one thread its own processor time counts, which others on the machine disturb less.
+medians over the rounds, with their quartiles. With one thread its own processor time counts, which others on the
+machine disturb less.
 """
 
 from __future__ import annotations
