@@ -94,7 +94,7 @@ class NumericCheck:
         worst = quantile(errors, 0.5 if share < 1 and program.nodes(TOPK) else share)
         bound = max(Pass.error if fresh else step.error, slack)
         if worst > bound and codes_turn(program):
-            bound = max(bound, NOISE * quantile(self._moved(plain, step.entry, logits), 0.9))
+            bound = max(bound, NOISE * quantile(self._moved(plain, step.entry, logits), share))
         if worst > bound:
             said = f"the logits differ by {worst:.2e} of the largest, more than {bound:g}"
             if lossy:

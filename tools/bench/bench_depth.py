@@ -46,10 +46,10 @@ def main(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = {}
-        for name, table in {"plain": None, **BUILDS}.items():
+        for name, method in {"plain": None, **BUILDS}.items():
             out = (keep or Path(folder)) / f"{checkpoint.name}-{recipe}-{name}"
             if not out.exists():
-                depth = [{"depth": table}] if table else []
+                depth = [{"depth": method}] if method else []
                 room = context + 256
                 accel.optimize(
                     checkpoint, [recipe, *depth], max_context=room, out=out, verify=False
