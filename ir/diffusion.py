@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+NO_MASK = -1
+
 
 @dataclass(frozen=True)
 class Diffusion:
-    """mask: the id that stands where a token is not known yet. shift: the logits of a token say what follows it
-    (Dream, and other models that were adapted from causal ones), not what it is itself (LLaDA).
+    """mask: the id that stands where a token is not known yet; NO_MASK: there is none, as in an encoder-decoder whose
+    decoder sees both ways and rewrites its text. shift: the logits of a token say what follows it (Dream, and other
+    models that were adapted from causal ones), not what it is itself (LLaDA).
     """
 
-    mask: int
+    mask: int = NO_MASK
     shift: bool = False
 
 

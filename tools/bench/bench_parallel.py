@@ -183,7 +183,7 @@ def rules(items: int, block: int) -> dict[str, dict[str, Any]]:
         method = axis.method(name)
         learnt = issubclass(method, TrainedPart)  # of one model's guesses
         if (
-            method.masked_diffusion and not learnt and name != "freedave"
+            "canvas" in method.asks and not learnt and name != "freedave"
         ):  # of greedy decoding alone
             found[name] = {"use": name}
     steps = [n for n in (2, 4, 8, 16, 32) if n < items]
