@@ -134,7 +134,7 @@ class Facts:
             plan = list(found.depth.plan)
             raise f.object("depth").wrong("plan", plan, f"{count} bools, some of them true")
         mask = 0 if found.diffusion is None else found.diffusion.mask
-        if mask >= found.vocab_size:
+        if mask is not None and mask >= found.vocab_size:
             raise f.object("diffusion").wrong(
                 "mask", mask, f"a token id, 0..{found.vocab_size - 1}"
             )

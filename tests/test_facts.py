@@ -142,3 +142,8 @@ def test_tokens_beyond_the_vocabulary_are_dropped():
     assert facts.encoder.speech is None
     facts.set_vocabulary(1)
     assert (facts.eos, facts.bos) == ((), None)
+
+
+def test_a_model_that_rewrites_has_no_mask():
+    facts = made(diffusion=Diffusion())
+    assert facts.diffusion.mask is None and again(facts.to_json()) == facts

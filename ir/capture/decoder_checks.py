@@ -88,7 +88,7 @@ def both_ways(
         return None
     if traits.diffusion is not None:
         size = logits.shape[-1] - (0 if traits.paths is None else traits.paths.width)
-        if traits.diffusion.mask >= size:
+        if traits.diffusion.mask is not None and traits.diffusion.mask >= size:
             raise CaptureError(
                 f"{traits.name}: config.mask_token_id is {traits.diffusion.mask}, and its logits are of {size} "
                 "tokens; give the id that it was trained with"

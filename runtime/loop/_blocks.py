@@ -41,7 +41,7 @@ class Blocks(Base):
     def unfit(self, facts: Facts) -> str:
         if facts.paths is not None:
             return "gives a graph of tokens, and fills no masks; give loop = da-transformer"
-        if facts.diffusion is not None and facts.diffusion.mask < 0:
+        if facts.diffusion is not None and facts.diffusion.mask is None:
             return "has no mask token (config.mask_token_id); give loop = ut5"
         return ""
 

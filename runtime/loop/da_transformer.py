@@ -49,6 +49,8 @@ class DaTransformer(Base):
     def unfit(self, facts: Facts) -> str:
         if facts.paths is None:
             return "gives no transitions between tokens (config.transition_heads); give a DA-Transformer"
+        if facts.diffusion is not None and facts.diffusion.mask is None:
+            return "has no token that stands at its vertices; set config.mask_token_id"
         return ""
 
     def tokens(
@@ -56,7 +58,7 @@ class DaTransformer(Base):
     ) -> Iterator[tuple[int, int]]:
         canvas, encoder = canvas_of(session, self.full_name), session.observer(EncoderInput)
         paths = canvas.paths
-        if paths is None or encoder is None:
+        if paths is None or encoder is None or canvas.mask is None:
             raise InputError(
                 f"{self.full_name}: this model gives no transitions between tokens; build with another loop"
             )

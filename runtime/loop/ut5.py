@@ -88,7 +88,7 @@ def _called(session: Session, texts: dict[int, Ints]) -> list[Logits]:
 class _Text:
     """One row's texts, one for each start. going: those that the last call changed."""
 
-    def __init__(self, row: Row, starts: int, vocabulary: int, mask: int):
+    def __init__(self, row: Row, starts: int, vocabulary: int, mask: int | None):
         self.row, self._mask = row, mask
         self._first = row.prompt.size
         self._rngs = [row.rng, *row.rng.spawn(starts - 1)]
@@ -102,7 +102,7 @@ class _Text:
     def rewrite(self, start: int, logits: Logits) -> None:
         """Let a text hold what logits [n,V] say of each token behind the prompt."""
         row, ids, scores = self.row, self.ids[start], logits[self._first :]
-        if self._mask >= 0:
+        if self._mask is not None:
             scores[:, self._mask] = -np.inf
         tokens = row.sampler.choices(scores)
         if tokens is None:

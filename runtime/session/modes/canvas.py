@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from accel.ir.diffusion import NO_MASK, Diffusion
+from accel.ir.diffusion import Diffusion
 from accel.ir.errors import InputError
 from accel.ir.paths import Paths
 from accel.runtime.backends.protocol import BackendSession
@@ -55,9 +55,9 @@ class CanvasState(SessionObserver, PromptRunner):
         return ObserverFactory(lambda n: cls(facts.diffusion, n, facts.paths))
 
     @property
-    def mask(self) -> int:
-        """The id that stands where a token is not known; NO_MASK: there is none."""
-        return NO_MASK if self.diffusion is None else self.diffusion.mask
+    def mask(self) -> int | None:
+        """The id that stands where a token is not known; None: there is none."""
+        return None if self.diffusion is None else self.diffusion.mask
 
     def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver: what stays goes into the first slots."""

@@ -48,6 +48,14 @@ def test_a_text_is_that_of_plain_rewriting(steps, starts):
     law_text(steps, starts)
 
 
+@pytest.mark.long
+def test_an_artifact_rewrites_as_the_eager_target(tmp_path):
+    said = {"encoder_input": SOURCES, "max_new_tokens": NEW, "eos": [], "seed": 1}
+    built("ut5", "onnx").save(tmp_path / "artifact")
+    with accel.load(tmp_path / "artifact") as loaded:
+        assert loaded.generate(**said).tokens == built("ut5").generate(**said).tokens
+
+
 def test_a_text_that_is_not_rewritten_is_seen():
     """The control: what one call less gives."""
     with pytest.raises(AssertionError):
