@@ -8,11 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Diffusion:
-    """mask: the id that stands where a token is not known yet. shift: the logits of a token say what follows it
-    (Dream, and other models that were adapted from causal ones), not what it is itself (LLaDA).
+    """mask: the id that stands where a token is not known yet; None: there is none, as in an encoder-decoder whose
+    decoder sees both ways and rewrites its text. shift: the logits of a token say what follows it (Dream, and other
+    models that were adapted from causal ones), not what it is itself (LLaDA).
     """
 
-    mask: int
+    mask: int | None = None
     shift: bool = False
 
 
@@ -29,7 +30,9 @@ class Blocks:
 def blocks_of(config: Any) -> Blocks | None:
     """By a configuration's `mask_token_id`, `logit_shift` and `block_size`; None: it names no such blocks."""
     found, size = diffusion_of(config), getattr(config, "block_size", None)
-    if found is None or not found.shift or not isinstance(size, int) or isinstance(size, bool):
+    if found is None or found.mask is None or not found.shift:
+        return None
+    if not isinstance(size, int) or isinstance(size, bool):
         return None
     return Blocks(found.mask, size) if size > 0 else None
 

@@ -15,6 +15,7 @@ from accel.ir.encoder import EncoderFacts
 from accel.ir.fields import BUILD_ONLY, Fields, Positive, optional_objects, read
 from accel.ir.kv import KvFacts
 from accel.ir.low_rank import LowRank
+from accel.ir.paths import Paths
 from accel.ir.prefill import Prefill
 from accel.ir.selection import Selection
 from accel.ir.units import Units
@@ -66,6 +67,7 @@ class Facts:
     prefill: Prefill | None = None
     diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
     blocks: Blocks | None = None  # it is causal and fills masks behind a text, too
+    paths: Paths | None = None  # it gives a graph of tokens; None: logits alone
     embedding: Embedding | None = None  # it gives vectors in place of logits; None: it makes text
     adapters: AdapterFacts | None = None  # None: no row chooses one
     units: Units | None = None  # None: attention reads no units of tokens
@@ -86,8 +88,10 @@ class Facts:
 
     @property
     def width(self) -> int:
-        """How many numbers a step gives for a token: its logits, or its vector."""
-        return self.vocab_size if self.embedding is None else self.embedding.width
+        """How many numbers a step gives for a token: its logits and what transitions are made of, or its vector."""
+        if self.embedding is not None:
+            return self.embedding.width
+        return self.vocab_size + (0 if self.paths is None else self.paths.width)
 
     def set_vocabulary(self, size: int) -> None:
         """Let the model have `size` tokens; what a configuration names beyond them is dropped."""
@@ -130,10 +134,14 @@ class Facts:
             plan = list(found.depth.plan)
             raise f.object("depth").wrong("plan", plan, f"{count} bools, some of them true")
         mask = 0 if found.diffusion is None else found.diffusion.mask
-        if mask >= found.vocab_size:
+        if mask is not None and mask >= found.vocab_size:
             raise f.object("diffusion").wrong(
                 "mask", mask, f"a token id, 0..{found.vocab_size - 1}"
             )
+        for name in ("last", "padding") if found.paths is not None else ():
+            if (getattr(found.paths, name) or 0) >= found.vocab_size:
+                token = getattr(found.paths, name)
+                raise f.object("paths").wrong(name, token, f"a token id, 0..{found.vocab_size - 1}")
         if found.blocks is not None and found.blocks.mask >= found.vocab_size:
             raise f.object("blocks").wrong(
                 "mask", found.blocks.mask, f"a token id, 0..{found.vocab_size - 1}"

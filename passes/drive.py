@@ -63,7 +63,7 @@ def _both_ways(program: Program, tokens: Tensor) -> Iterator[tuple[Tensor, slice
         yield out["logits"].float(), slice(0, length)
         return
     if program.facts.both_ways:
-        yield from run_again(program, tokens)
+        yield from run_again(program, tokens, side)
         return
     letters = {"B": tokens.shape[0], "C": max(length + 3, _flush(program))}
     compresses = COMPRESS.name in program.entries
@@ -122,15 +122,18 @@ def decoded(
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
-def run_again(program: Program, tokens: Tensor) -> Iterator[tuple[Tensor, slice]]:
+def run_again(
+    program: Program, tokens: Tensor, side: dict[str, Tensor]
+) -> Iterator[tuple[Tensor, slice]]:
     """(logits, rows) of one whole call, of tokens in its midst written once more, and of its last ones, padded."""
     length = tokens.shape[1]
-    buffers = {s.name: s.allocate(B=tokens.shape[0], C=length + 3) for s in program.state}
-    yield _call(program, {}, buffers, tokens, 0, length), slice(0, length)
+    letters = {"B": tokens.shape[0], "C": length + 3}
+    buffers = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
+    yield _call(program, side, buffers, tokens, 0, length), slice(0, length)
     third = length // 3
     for start, end, pad in ((third, length - third, 0), (length - third, length, 1)):
         if 0 < start < end:
-            yield _call(program, {}, buffers, tokens, start, end, pad=pad), slice(start, end)
+            yield _call(program, side, buffers, tokens, start, end, pad=pad), slice(start, end)
 
 
 def store_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:

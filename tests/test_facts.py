@@ -15,6 +15,7 @@ from accel.ir.facts import FEATURES, Facts, LayerFacts
 from accel.ir.fields import Fields
 from accel.ir.kv import KvFacts
 from accel.ir.low_rank import LowRank
+from accel.ir.paths import Paths
 from accel.ir.prefill import Fill, Pick, Prefill, Ranks, Segments
 from accel.ir.selection import Selection
 from accel.ir.units import Units
@@ -35,6 +36,7 @@ FULL = {
     ),
     "diffusion": Diffusion(7, shift=True),
     "blocks": Blocks(7, 4),
+    "paths": Paths(2, 8, 4.0, 3, 1),
     "embedding": Embedding("last", False, 384, True),
     "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
     "units": Units(80, 320, 16),
@@ -97,6 +99,11 @@ def test_layers_of_older_artifacts():
         ),
         ("blocks", {"mask": 50, "size": 4}, "model.blocks.mask is 50 .*not a token id, 0..49"),
         (
+            "paths",
+            {"heads": 2, "size": 8, "scale": 4.0, "last": 50, "padding": 1},
+            "model.paths.last is 50 .*token id",
+        ),
+        (
             "adapters",
             {"modules": {"q": [8]}, "ranks": {}, "bytes": {}},
             r"model.adapters.modules.q is \[8\] .*2 of them",
@@ -135,3 +142,8 @@ def test_tokens_beyond_the_vocabulary_are_dropped():
     assert facts.encoder.speech is None
     facts.set_vocabulary(1)
     assert (facts.eos, facts.bos) == ((), None)
+
+
+def test_a_model_that_rewrites_has_no_mask():
+    facts = made(diffusion=Diffusion())
+    assert facts.diffusion.mask is None and again(facts.to_json()) == facts

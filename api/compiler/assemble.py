@@ -146,11 +146,15 @@ def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
     loop = plan.methods.get("loop") or axis.build(use)
     ways = {
         diffusion: ", ".join(
-            n for n in axis.names() if axis.method(n).masked_diffusion is diffusion
+            n
+            for n in axis.names()
+            if axis.method(n).masked_diffusion is diffusion
+            and (facts.diffusion is None or not _unfit(axis, n, facts))
         )
         for diffusion in (True, False)
     }
-    if loop.masked_diffusion and facts.diffusion is None:
+    known = captured or facts.encoder is None  # a decoder beside an encoder needs no mask
+    if loop.masked_diffusion and facts.diffusion is None and known:
         why = (
             "attends only to earlier tokens"
             if captured
@@ -161,7 +165,7 @@ def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
             f"{facts.name} {why}; give a masked-diffusion "
             f"model, or a recipe with one of {ways[False]}"
         )
-    if facts.diffusion is None and (why := loop.unfit(facts)):
+    if loop.masked_diffusion is (facts.diffusion is not None) and (why := loop.unfit(facts)):
         raise RecipeError(
             f"recipe '{plan.recipe.name}': loop = {use}: {facts.name} {why}, or build with another [loop]"
         )
@@ -170,6 +174,12 @@ def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
             f"recipe '{plan.recipe.name}': loop = {use} generates token by token, and {facts.name} is a "
             f"masked-diffusion model; give a recipe with [loop], one of {ways[True]}"
         )
+
+
+def _unfit(axis: Axis, name: str, facts: Any) -> str:
+    """What the facts lack that a loop with its defaults needs."""
+    why: str = axis.build(name).unfit(facts)
+    return why
 
 
 def _embeds(plan: Plan, facts: Any) -> None:

@@ -36,6 +36,12 @@ def refuse_kind(model: Any, arguments: Sequence[str]) -> None:
             f"{name} drafts for another model, whose last vectors and keys its forward takes (inputs_embeds, "
             "shared_kv_states): it is no language model alone; give the model that it drafts for"
         )
+    books = getattr(model.config, "num_codebooks", None)
+    if isinstance(books, int) and books > 1 and hasattr(model, "build_delay_pattern_mask"):
+        raise CaptureError(
+            f"{name}.forward takes codes of {books} codebooks for a step, and gives logits of as many; accel decodes "
+            "one token id a step. Run it in transformers; accel.runtime.inputs.codebooks lays out such codes"
+        )
     if _HEAD.search(name):
         raise CaptureError(
             f"{name}: its head gives no logits over a vocabulary; give {_nearest(model.config.model_type)}, "
@@ -68,8 +74,9 @@ def alike(tokens: Tensor, vocab: int) -> Tensor:
 def both_ways(
     model: nn.Module, traits: ModelTraits, run: Callable[[], Tensor], logits: Tensor
 ) -> Diffusion | None:
-    """What the configuration says of masks, where a token does depend on later ones; none where it does not.
-    A model that looks ahead and fills no masks is refused, with the name of the module that lets it.
+    """What the configuration says of masks, where a token does depend on later ones; none where it does not. The
+    decoder of an encoder-decoder needs no mask. Another model that looks ahead and fills no masks is refused, with the
+    name of the module that lets it.
 
     `logits` are those of `alike` tokens; `run()` calls the model on the same ones again. One that then
     gives others is left to the check that the captured program goes through.
@@ -80,12 +87,15 @@ def both_ways(
     if not sees_later(run, logits):
         return None
     if traits.diffusion is not None:
-        if traits.diffusion.mask >= (size := logits.shape[-1]):
+        size = logits.shape[-1] - (0 if traits.paths is None else traits.paths.width)
+        if traits.diffusion.mask is not None and traits.diffusion.mask >= size:
             raise CaptureError(
                 f"{traits.name}: config.mask_token_id is {traits.diffusion.mask}, and its logits are of {size} "
                 "tokens; give the id that it was trained with"
             )
         return traits.diffusion
+    if traits.encoder is not None:
+        return Diffusion()
     raise CaptureError(
         f"{traits.name} is bidirectional: {_culprit(model, run)} lets a token attend to later "
         f"tokens, so it cannot be decoded token by token; {_causal_form(traits)}. A masked-diffusion model "

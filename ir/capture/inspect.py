@@ -19,6 +19,7 @@ from accel.ir.diffusion import blocks_of, diffusion_of
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
+from accel.ir.paths import Paths, paths_of
 
 _LIMIT_NAMES = (
     "max_position_embeddings",
@@ -26,6 +27,7 @@ _LIMIT_NAMES = (
 )  # the longest sequence, in a configuration
 _POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
 _OF_LAST_CALL = "self_conditioning_logits"  # an argument of DiffusionGemma's forward
+_PAIRS = (Kind.ENCODER_DECODER, Kind.MODULE_PAIR)
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -87,15 +89,17 @@ def _of_module(
     refused: str | None = None
     limits: list[Limit] = []
     encoder: EncoderFacts | None = None
+    paths: Paths | None = None
     notes: list[str] = []
     swaps = _swaps(model, modules, text, kind)
     try:
         _refuse(model, kind, arguments, embedding)
-        if kind is Kind.ENCODER_DECODER and embedding is not None:
+        if kind in _PAIRS and embedding is not None:
             raise CaptureError(
                 f"{type(model).__name__} is an encoder-decoder; texts become vectors by an encoder or a decoder alone"
             )
-        if kind is Kind.ENCODER_DECODER:
+        if kind in _PAIRS:
+            paths = paths_of(text)
             encoder = encoder_facts(model, max_context, notes)
         # in the order of the modules, as the notes on them are
         limits = [
@@ -121,6 +125,7 @@ def _of_module(
         bos=bos if isinstance(bos, int) else None,
         diffusion=None if embedding is not None else diffusion_of(text),
         blocks=None if embedding is not None else blocks_of(text),
+        paths=paths,
         embedding=embedding,
         parameters=sum({p.data_ptr(): p.numel() for p in model.parameters()}.values()),
         config=_as_json(config),
@@ -130,7 +135,7 @@ def _of_module(
         position_name=next((n for n in _POSITION_NAMES if n in arguments), None),
         shares_kv=any(getattr(m, "is_kv_shared_layer", False) for m in modules.values()),
         paddings=frozenset(paddings.values()),
-        uncounted=_uncounted(modules, paddings) if kind is Kind.ENCODER_DECODER else frozenset(),
+        uncounted=_uncounted(modules, paddings) if kind in _PAIRS else frozenset(),
         example_sizes=_example_sizes(model, config),
         table_sizes=frozenset(size for t in (*tensors, *plain) for size in t.shape),
         swaps=swaps,
@@ -143,9 +148,9 @@ def _is_hugging_face(model: object) -> bool:
 
 
 def _kind(model: nn.Module, config: Any, arguments: list[str]) -> Kind:
-    if not _is_hugging_face(model):
-        return Kind.MODULE
     two = bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" in arguments
+    if not _is_hugging_face(model):
+        return Kind.MODULE_PAIR if two else Kind.MODULE
     return Kind.ENCODER_DECODER if two else Kind.DECODER
 
 
@@ -185,7 +190,7 @@ def _refuse(
             "config.mask_token_id"
         )
     pairs = embedding is not None and embedding.pairs is not None
-    if kind is not Kind.MODULE and not pairs:
+    if kind not in (Kind.MODULE, Kind.MODULE_PAIR) and not pairs:
         refuse_kind(model, arguments)
 
 
@@ -224,7 +229,7 @@ def _fused_leaves_out(text: Any) -> bool:
 def _swaps(model: Any, modules: dict[str, nn.Module], text: Any, kind: Kind) -> Swaps:
     """What is changed while the module is captured."""
     indexers = tuple(n for n, m in modules.items() if is_indexer(m))
-    can_choose = kind is not Kind.MODULE and hasattr(model, "_can_set_experts_implementation")
+    can_choose = hasattr(model, "_can_set_experts_implementation")
     return Swaps(
         forms=tuple(Form(n, *found) for n, m in modules.items() for found in forms_of(m)),
         chunked=tuple(n for n, m in modules.items() if is_chunked(m)),

@@ -50,7 +50,7 @@ def prepared(
     model, stored = _widened(unwrapped(model), stored or {}, notes)
     pairs = traits.embedding is not None and traits.embedding.pairs is not None
     kind = CrossEncoder if pairs else Adapter
-    kind = EncoderDecoder if traits.kind is Kind.ENCODER_DECODER else kind
+    kind = EncoderDecoder if traits.kind in (Kind.ENCODER_DECODER, Kind.MODULE_PAIR) else kind
     with (
         inference_mode(model, traits),
         flex_uncompiled(),

@@ -13,6 +13,7 @@ from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
 from accel.ir.facts import Facts
+from accel.ir.paths import Paths
 
 Limit = tuple[int, str]  # longest sequence, why
 
@@ -22,6 +23,7 @@ class Kind(Enum):
 
     DECODER = "causal decoder of transformers"
     ENCODER_DECODER = "encoder-decoder of transformers"
+    MODULE_PAIR = "encoder-decoder in plain PyTorch"  # of the same interface
     MODULE = "nn.Module"
     PROGRAM = "ExportedProgram"
 
@@ -72,6 +74,7 @@ class ModelTraits:
     bos: int | None = None
     diffusion: Diffusion | None = None
     blocks: Blocks | None = None  # as far as its configuration says
+    paths: Paths | None = None
     embedding: Embedding | None = None  # it gives vectors in place of logits
     parameters: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -109,6 +112,7 @@ class ModelTraits:
             encoder=self.encoder,
             diffusion=self.diffusion,
             blocks=self.blocks,
+            paths=self.paths,
             embedding=self.embedding,
         )
         if self.own_limit is not None and self.own_limit < facts.max_context:

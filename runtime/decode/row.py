@@ -123,6 +123,13 @@ class Row:
         except Exception as error:
             self.fail(error)
 
+    def end(self) -> None:
+        """The text is over: nothing follows what it has."""
+        if not self.finish:
+            if self._watch is not None:
+                self._watch.end()
+            self.finish = "stop"
+
     def fail(self, error: Exception) -> None:
         """It cannot go on, because of an error of its own: of its sampler, its processors or its text."""
         self.finish, self.error = "failed", error

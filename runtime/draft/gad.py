@@ -88,6 +88,7 @@ class _Blocks(Drafters):
     ):
         self.draft_cost, self.opening = cost, opening
         self._session, self._rows, self._vocab = session, rows, vocab_size
+        assert diffusion.mask is not None  # only encoder-decoders lack one, and none drafts
         self._mask, self._shift = diffusion.mask, int(diffusion.shift)
         self._text = np.zeros(len(rows), np.int64)  # tokens of each row that its slots hold
 

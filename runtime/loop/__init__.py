@@ -47,7 +47,7 @@ class Base(Method, ABC):
 
     # Other axes whose methods it works with, and the one that is taken where a recipe names none ("": it must).
     asks: ClassVar[Mapping[str, str]] = {}
-    # Whether it fills masks, of a model that sees both ways; else it takes tokens one after the other, of a causal one.
+    # Whether it is for a model that sees both ways; else it takes tokens one after the other, of a causal one.
     masked_diffusion: ClassVar[bool] = False
     # Whether it fills masks behind what a causal model has cached, of one that was trained to (`facts.blocks`).
     blocks: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class Base(Method, ABC):
         return frozenset({Invariant.CHAINS}) if self.trees else frozenset()
 
     def unfit(self, facts: Facts) -> str:
-        """What a causal model lacks that the loop needs, behind "the model", with what to do; "": nothing."""
+        """What a model lacks that the loop needs, behind "the model", with what to do; "": nothing."""
         return ""
 
     def check(self, tokenizer: Tokenizer | None) -> None:

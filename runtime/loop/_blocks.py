@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from accel.ir.axis import option
+from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
@@ -36,6 +37,13 @@ class Blocks(Base):
     rest: ClassVar[bool] = False  # whether calls are asked of the masks behind the block
     masked_diffusion = True
     breaks = frozenset({Invariant.APPEND_ONLY})
+
+    def unfit(self, facts: Facts) -> str:
+        if facts.paths is not None:
+            return "gives a graph of tokens, and fills no masks; give loop = da-transformer"
+        if facts.diffusion is not None and facts.diffusion.mask is None:
+            return "has no mask token (config.mask_token_id); give loop = ut5"
+        return ""
 
     @property
     def grade(self) -> str:

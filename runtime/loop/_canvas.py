@@ -106,13 +106,13 @@ class Canvas:
         memory: Sequence[Any] = (),
     ):
         canvas = session.observer(CanvasState)
-        if canvas is None or canvas.diffusion is None:
+        if canvas is None or canvas.diffusion is None or canvas.mask is None:
             raise InputError(
                 "this loop needs a masked-diffusion model, but the model decodes token by token; "
                 "build it with loop = autoregressive"
             )
         self.session, self.rows, self._block, self._method = session, rows, block, method
-        self._mask, self._shift = canvas.diffusion.mask, int(canvas.diffusion.shift)
+        self._mask, self._shift = canvas.mask, int(canvas.diffusion.shift)
         self._never = np.array([self._mask])  # tokens that no slot gets
         self.branches, self._memory = branches, memory
         if branches > 1:

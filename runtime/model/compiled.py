@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, Unpack
@@ -56,6 +56,7 @@ from accel.runtime.model.requests import (
     samples_of,
     sources_of,
 )
+from accel.runtime.model.retranslate import Retranslation
 from accel.runtime.model.sample import Prepared, Sample
 from accel.runtime.model.sessions import Sessions
 from accel.runtime.model.stream import Stream
@@ -200,6 +201,39 @@ class CompiledModel:
         if session is not None:
             prompt = prompt_behind(session, prompt, given.adapter, self.facts, self.tokenizer)
         return self._stream(prompt, params, text, sources, names, session, given)
+
+    def retranslate(
+        self,
+        pieces: Iterable[Any],
+        max_new_tokens: int = MAX_TOKENS,
+        *,
+        suffix: Sequence[int] = (),
+        **options: Unpack[RequestOptions],
+    ) -> Retranslation:
+        """Translate a source that arrives in pieces anew with each (arXiv:2012.14681): iterate over a `Translation` for
+        each piece, with what of the one before stays. Each is what `generate` gives for the source so far, by any loop.
+
+        Args:
+            pieces: text (with the spaces between pieces) or lists of token ids; an iterator is asked for the next piece
+                when the translation so far has been taken.
+            suffix: with token ids: those that end a source, such as the end token, put behind what there is of it.
+            options: those of `generate`, without `encoder_input` and `n`.
+
+        Raises:
+            InputError: the model has no encoder over tokens, a piece is empty, or an option is out of range.
+        """
+        if "encoder_input" in options or options.get("n", 1) != 1:
+            raise InputError(
+                "retranslate makes one text of the pieces; leave encoder_input and n out, or use generate"
+            )
+        parse_options(options, max_new_tokens, self.facts)
+
+        def generate(source: Ints) -> Output:
+            own = RequestOptions(**options)
+            own["encoder_input"] = [source]
+            return self.generate(None, max_new_tokens, **own)
+
+        return Retranslation(pieces, generate, self.facts, self.tokenizer, suffix)
 
     def chat(
         self,

@@ -35,7 +35,7 @@ from ..diffusion_case import (
 )
 
 AXIS, METHODS = Axis("loop", "accel.runtime.loop"), Axis("canvas", "accel.runtime.canvas")
-FILLS = [name for name in AXIS.names() if AXIS.method(name).masked_diffusion]
+FILLS = [name for name in AXIS.names() if "canvas" in AXIS.method(name).asks]
 CASES = [(name, case) for name in FILLS for case in own(name).CASES]
 CANVASES = {f"{name} {fed.options}": (name, fed) for name, fed in canvases()}
 WHOLE = "whole", Fed({}, every)

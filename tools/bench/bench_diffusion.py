@@ -66,7 +66,7 @@ def loops(blocks: bool, block: int, only: list[str] | None = None) -> dict[str, 
     """
     axis, canvas = find_axes()["loop"], find_axes()["canvas"]
     kinds = {name: axis.method(name) for name in axis.names()}
-    fills = [n for n, kind in kinds.items() if (kind.blocks if blocks else kind.masked_diffusion)]
+    fills = [n for n, kind in kinds.items() if (kind.blocks if blocks else "canvas" in kind.asks)]
     tables: dict[str, Tables] = {n: ({"use": n}, {}) for n in fills}
     for loop in () if blocks else CACHED:
         others = [name for name in canvas.names() if name != "whole"]

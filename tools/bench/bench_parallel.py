@@ -183,7 +183,7 @@ def rules(items: int, block: int) -> dict[str, dict[str, Any]]:
         method = axis.method(name)
         learnt = issubclass(method, TrainedPart)  # of one model's guesses
         alone = name != "freedave" and "draft" not in method.asks  # greedy; of a second model
-        if method.masked_diffusion and not learnt and alone:
+        if "canvas" in method.asks and not learnt and alone:
             found[name] = {"use": name}
     steps = [n for n in (2, 4, 8, 16, 32) if n < items]
     found |= {f"{PLAIN}, steps {n}": {"use": PLAIN, "steps": n} for n in (*steps, 1)}

@@ -8,6 +8,7 @@ import numpy as np
 
 from accel.ir.diffusion import Diffusion
 from accel.ir.errors import InputError
+from accel.ir.paths import Paths
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Logits
 from accel.runtime.inputs.calls import call_tokens
@@ -40,8 +41,8 @@ class CanvasState(SessionObserver, PromptRunner):
     rewrites = True
     capabilities = Capabilities(width=1, chunks=False)  # rows of a call see each other
 
-    def __init__(self, diffusion: Diffusion | None, batch: int):
-        self.diffusion = diffusion
+    def __init__(self, diffusion: Diffusion | None, batch: int, paths: Paths | None = None):
+        self.diffusion, self.paths = diffusion, paths
         self.filled = np.zeros(batch, np.int64)
         self.places = np.zeros((batch, 0), np.int64)
 
@@ -49,7 +50,14 @@ class CanvasState(SessionObserver, PromptRunner):
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Of models that fill masks, and of those that embed and see both ways."""
         facts = model.facts
-        return ObserverFactory(lambda n: cls(facts.diffusion, n)) if facts.both_ways else None
+        if not facts.both_ways:
+            return None
+        return ObserverFactory(lambda n: cls(facts.diffusion, n, facts.paths))
+
+    @property
+    def mask(self) -> int | None:
+        """The id that stands where a token is not known; None: there is none."""
+        return None if self.diffusion is None else self.diffusion.mask
 
     def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """See SessionObserver: what stays goes into the first slots."""

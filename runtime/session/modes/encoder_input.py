@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
+import numpy as np
+
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Call
 from accel.runtime.inputs.encoder_inputs import entry_inputs
-from accel.runtime.rows import PerSession
+from accel.runtime.rows import PerRow, PerSession
 from accel.runtime.session.observers.observer import (
     Calls,
     CallWatcher,
@@ -22,24 +24,26 @@ from accel.runtime.session.observers.observer import (
 
 
 class EncoderInput(SessionObserver, CallWatcher):
-    """Whether the encoder was given its input; the cross state is the backend's."""
+    """Whether the encoder was given its input, and how long that of each row is; the cross state is the backend's."""
 
     encoded: Annotated[bool, PerSession()]
+    lengths: PerRow
 
     order = 0  # it refuses before others prepare a call
     capabilities = Capabilities(
         joins=False
     )  # encoder inputs differ in length from session to session
 
-    def __init__(self, encoder: EncoderFacts):
+    def __init__(self, encoder: EncoderFacts, batch: int):
         self.encoder = encoder
         self.encoded = False
+        self.lengths = np.zeros(batch, np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Of encoder-decoders."""
         encoder = model.facts.encoder
-        return None if encoder is None else ObserverFactory(lambda batch: cls(encoder))
+        return None if encoder is None else ObserverFactory(lambda batch: cls(encoder, batch))
 
     def encode(self, calls: Calls, inputs: Any, lengths: Any) -> None:
         """See `Session.encode`."""
@@ -48,6 +52,8 @@ class EncoderInput(SessionObserver, CallWatcher):
         calls.backend.encode(arrays)
         calls.count(1, 0, start)
         self.encoded = True
+        whole = np.full(calls.batch, self.encoder.max_length)
+        self.lengths = (arrays["inputs.pos"] >= 0).sum(1) if "inputs.pos" in arrays else whole
 
     def begin(self, backend: BackendSession, call: Call) -> None:
         """See SessionObserver."""
