@@ -25,16 +25,16 @@ aten = torch.ops.aten
 def cut(
     program: Program,
     calls: Sequence[fx.Node],
-    found: Sequence[Branches],
+    layers: Sequence[Branches],
     attention: Collection[int],
     mlp: Collection[int],
 ) -> None:
     """Take the attention of some layers, none of them the first, and the MLP of some out of the step."""
-    for terms, gone in (([b.attention for b in found], attention), ([b.mlp for b in found], mlp)):
+    for terms, gone in (([b.attention for b in layers], attention), ([b.mlp for b in layers], mlp)):
         for index in gone:
             for term in terms[index]:
                 _leave_out(program, term)
-    for branches in found:
+    for branches in layers:
         remove_dead(branches.graph)
     before = calls[0]
     for index, call in enumerate(calls):

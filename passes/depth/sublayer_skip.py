@@ -68,7 +68,7 @@ class SublayerSkip(Deletion):
 
 
 def influence(
-    program: Program, calls: Sequence[fx.Node], found: Sequence[Branches], text: Tensor
+    program: Program, calls: Sequence[fx.Node], of: Sequence[Branches], text: Tensor
 ) -> dict[tuple[str, int], float]:
     """1 - mean cos(before, after) of each branch on rows of token ids [n,T], in float32."""
     sums = dict.fromkeys([(kind, i) for i in range(len(calls)) for kind in (ATTENTION, MLP)], 0.0)
@@ -76,7 +76,7 @@ def influence(
         for row in text.split(1):
             stream = Stream(program, calls, row)
             x = stream.start
-            for i, layer in enumerate(found):
+            for i, layer in enumerate(of):
                 for kind, terms in ((ATTENTION, layer.attention), (MLP, layer.mlp)):
                     for term in terms:
                         before, change = stream.inside(i, x, [term.carried, term.value])
