@@ -93,6 +93,11 @@ class Deletes(Base):
         )
 
 
+def tell(program: Program, done: int, count: int) -> None:
+    """Show how much of the text, or of the layers, an order goes by so far."""
+    calibration_of(program).progress(f"ordering layers: {done + 1} of {count}", done / count)
+
+
 @dataclass(frozen=True)
 class Ranks(Deletes):
     """Every layer has a score by which layers go, the lowest first."""

@@ -49,6 +49,7 @@ def without(module, gone, source):
     return found.numpy()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "recipe",
     [
