@@ -46,9 +46,8 @@ class References:
         """The value of one node, its operands known."""
         if not isinstance(node.target, Region) and node.target not in REFERENCES:
             return compute(node, params, inputs, values)
-        args, kwargs = (
-            map_arg(a, lambda n: operand(n, params, values)) for a in (node.args, node.kwargs)
-        )
+        args: Any = map_arg(node.args, lambda n: operand(n, params, values))
+        kwargs: Any = map_arg(node.kwargs, lambda n: operand(n, params, values))
         if not isinstance(node.target, Region):
             return REFERENCES[node.target](*args, **kwargs)
         skipped = isinstance(node.target, Conditional) and not args[0]
@@ -88,7 +87,7 @@ def layer_gradients(
         found = ((name, program.params[name]) for name in parameters[i] if readers[name] == 1)
         weights = {n: w.detach().requires_grad_() for n, w in found if w.is_floating_point()}
         with torch.enable_grad():
-            y = stream.layer(i, x, ChainMap(weights, program.params))  # type: ignore[arg-type]
+            y = stream.layer(i, x, ChainMap(weights, program.params))
             wanted = [x, *weights.values()]
             slope, *gradients = torch.autograd.grad(
                 y, wanted, slope, allow_unused=True, materialize_grads=True

@@ -15,7 +15,9 @@ import torch
 import accel
 from accel.ir.errors import ArtifactError, InputError, PassError, SavedSessionError
 from accel.ir.peft import read_adapter
+from accel.passes.depth.layer_taylor import LayerTaylor
 from accel.passes.depth.shortgpt import ShortGPT
+from accel.passes.depth.sleb import Sleb
 from accel.passes.numerics.batch_invariant import BatchInvariant
 from accel.runtime.artifact.artifact import digest
 from accel.runtime.decode.sampling_params import SamplingParams
@@ -417,9 +419,10 @@ def test_batch_invariant_builds_take_no_adapters(built):
         BatchInvariant().run(built.program)
 
 
-def test_deleted_layers_have_no_adapters(built):
-    with pytest.raises(PassError, match="shortgpt: it deletes layers, of which adapters"):
-        ShortGPT().run(built.program)
+@pytest.mark.parametrize("method", [ShortGPT(), Sleb(), LayerTaylor()])
+def test_deleted_layers_have_no_adapters(built, method):
+    with pytest.raises(PassError, match=f"{method.use}: it deletes layers, of which adapters"):
+        method.run(built.program)
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", ".hidden", None, 3])

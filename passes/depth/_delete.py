@@ -66,6 +66,11 @@ class Deletion(Base):
         )
 
 
+def tell(program: Program, done: int, count: int) -> None:
+    """Show how much of the text, or of the layers, an order goes by so far."""
+    calibration_of(program).progress(f"ordering layers: {done + 1} of {count}", done / count)
+
+
 @dataclass(frozen=True)
 class Deletes(Deletion):
     """Deletes the fraction `share` of the layers, with weights and caches; the first and the last layer stay."""

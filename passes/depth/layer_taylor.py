@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from accel.ir.axis import option
 from accel.ir.program import Program
-from accel.passes.depth._delete import Ranks
+from accel.passes.depth._delete import Ranks, tell
 from accel.passes.gradients import layer_gradients
 
 
@@ -40,6 +40,7 @@ class LayerTaylor(Ranks):
         halves = text[::2], text[1::2] if len(text) > 1 else text
         both = (layer_gradients(program, calls, half) for half in halves)
         for (i, one), (_, two) in zip(*both, strict=True):
+            tell(program, len(calls) - 1 - i, len(calls))
             for name, half in one.items():
                 slopes = half.gradient, two[name].gradient
                 mean = sum(s * len(h) for s, h in zip(slopes, halves, strict=True))

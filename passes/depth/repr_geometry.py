@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from accel.ir.axis import option
 from accel.ir.program import Program
-from accel.passes.depth._delete import Ranks
+from accel.passes.depth._delete import Ranks, tell
 from accel.passes.stream import Stream
 
 AT_ONCE = 16  # samples that run through the layers together
@@ -54,13 +54,15 @@ def last_states(program: Program, calls: Sequence[fx.Node], text: Tensor) -> lis
     """The stream at the last token of rows [n,T], before each layer and behind the last: L+1 matrices [n,E]."""
     found: list[list[Tensor]] = []
     with torch.no_grad(), program.params.read_once():
-        for rows in text.split(AT_ONCE):
+        parts = text.split(AT_ONCE)
+        for n, rows in enumerate(parts):
+            tell(program, n, len(parts))
             stream = Stream(program, calls, rows)
             states = [stream.start]
             for i in range(len(calls)):
                 states.append(stream.layer(i, states[-1]))
             found.append([x[:, -1].double() for x in states])
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+    return [torch.cat(states) for states in zip(*found, strict=True)]
 
 
 def rank_me(states: Tensor) -> float:

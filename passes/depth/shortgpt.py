@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from accel.ir.program import Program
-from accel.passes.depth._delete import Ranks
+from accel.passes.depth._delete import Ranks, tell
 from accel.passes.stream import Stream
 
 
@@ -41,6 +41,7 @@ def influence(program: Program, calls: Sequence[fx.Node], text: Tensor) -> Tenso
     found = torch.zeros(len(text), len(calls), dtype=torch.float64)
     with torch.no_grad():
         for n, row in enumerate(text.split(1)):
+            tell(program, n, len(text))
             stream = Stream(program, calls, row)
             x = stream.start
             for i in range(len(calls)):

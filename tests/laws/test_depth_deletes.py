@@ -2,7 +2,7 @@
 
 import copy
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import models
 import numpy as np
@@ -15,6 +15,7 @@ from accel.compiler.smoke.tiny_models import randomise
 from accel.ir.axis import find_axes
 from accel.ir.errors import PassError
 from accel.passes.depth import _delete
+from accel.passes.depth._joint import layers
 
 from ..depth_case import LAYERS, TOKENS, far, oracle, plan, program_of
 
@@ -91,6 +92,18 @@ def test_a_text_that_orders_no_layers_is_refused(name):
         method.run(program_of(LAYERS, torch.arange(4)[:, None]))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_it_shows_what_it_does(name):
+    """Shares of the work that grow, more than one: an order takes minutes on a large model."""
+    seen, text = [], torch.from_numpy(np.random.default_rng(4).integers(3, 90, (20, 30)))
+    program, method = program_of(6, text), AXIS.build(name)
+    program.calibration = replace(program.calibration, progress=lambda *x: seen.append(x))
+    method.goes(program, layers(program), 2, method.text(program))
+    shares = [share for _, share in seen]
+    assert len(shares) > 1 and shares == sorted(shares) and 0 <= shares[0] and shares[-1] < 1
+    assert all(re.search(r"(order|delet)ing layers: \d+ of \d+$", what) for what, _ in seen)
+
+
 def test_an_order_that_is_within_the_noise_is_refused():
     """The control: the same scores, of a longer text."""
 
@@ -128,9 +141,9 @@ def test_recurrent_layers_go_with_their_state(name):
     with accel.optimize(module, table, target="eager", max_context=64, verify=False) as built:
         gone = deleted(built, name)
         assert len(gone) == 1 and len(built.program.state) == 2 * (LAYERS - 1)
-        layers = module.backbone.layers
+        stack = module.backbone.layers
         module.backbone.layers = torch.nn.ModuleList(
-            layer for i, layer in enumerate(layers) if i not in gone
+            layer for i, layer in enumerate(stack) if i not in gone
         )
         tokens = TOKENS % 64
         with torch.no_grad():
@@ -161,11 +174,11 @@ def test_what_counts_layers_counts_those_that_are_left(use, deep):
 def without(module, gone):
     """A Llama that never had a layer."""
     module = copy.deepcopy(module)
-    layers = [layer for i, layer in enumerate(module.model.layers) if i != gone]
-    for i, layer in enumerate(layers):
+    stack = [layer for i, layer in enumerate(module.model.layers) if i != gone]
+    for i, layer in enumerate(stack):
         layer.self_attn.layer_idx = i
-    module.model.layers = torch.nn.ModuleList(layers)
-    module.config.num_hidden_layers = len(layers)
+    module.model.layers = torch.nn.ModuleList(stack)
+    module.config.num_hidden_layers = len(stack)
     return module
 
 

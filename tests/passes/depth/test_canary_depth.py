@@ -1,4 +1,4 @@
-"""The recipe canary-depth, and other deleting methods, on encoder-decoder models: the decoder is what loses layers."""
+"""canary-depth, and other deleting methods, on encoder-decoder models: the decoder is what loses layers."""
 
 import re
 
@@ -10,8 +10,11 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 import accel
 from accel.compiler.smoke.tiny_models import randomise, seeded, small_config
 from accel.ir.recipe import Recipe
+from accel.passes.depth._joint import layers
+from accel.passes.depth.canary_depth import CanaryDepth
+from accel.passes.depth.shortgpt import ShortGPT
 
-from ...depth_case import far
+from ...depth_case import far, program_of
 
 LAYERS, ENCODERS = 4, 2
 TOKENS = np.random.default_rng(5).integers(3, 50, (2, 9))
@@ -46,6 +49,7 @@ def without(module, gone, source):
     return found.numpy()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -80,6 +84,11 @@ def test_the_decoder_loses_layers_with_their_cross_attention(module, recipe):
     assert far(got, without(module, other, source)) > 1e-2, "the control: other layers"
 
 
-def test_the_recipe_halves_a_decoder():
-    depth = Recipe.load("canary-depth").tables["depth"]
-    assert depth == {"use": "shortgpt", "share": 0.5}
+def test_its_order_is_that_of_shortgpt():
+    """The recipe halves; of the same share the two delete the same layers."""
+    assert Recipe.load("canary-depth").tables["depth"]["share"] == CanaryDepth().share == 0.5
+    text = torch.from_numpy(np.random.default_rng(4).integers(3, 90, (4, 30)))
+    program = program_of(6, text)
+    methods = CanaryDepth(share=0.34), ShortGPT(share=0.34)
+    one, other = (m.goes(program, layers(program), 2, text) for m in methods)
+    assert one == other and len(one) == 2

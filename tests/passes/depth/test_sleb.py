@@ -76,18 +76,6 @@ def test_a_trial_ends_above_the_least_so_far_and_begins_at_its_layer(monkeypatch
     assert len(ran) == want
 
 
-def test_it_shows_what_it_does():
-    seen = []
-    program = program_of(COUNT, TEXT)
-    program.calibration = type(program.calibration)(
-        TEXT, TEXT, "given", lambda what, share: seen.append((what, share))
-    )
-    sleb.Sleb().goes(program, layers(program), 2, TEXT)
-    shares = [share for _, share in seen]
-    assert shares == sorted(shares) and len(shares) == 4 + 3 and shares[-1] < 1
-    assert seen[-1][0] == "deleting layers: 2 of 2"
-
-
 def test_rows_that_disagree_more_than_the_layers_are_refused(monkeypatch):
     """The control: losses of which every row says the same."""
     drawn = {1: [5.0, 5.0, 5.1], 2: [5.2, 4.7, 5.3], 3: [4.8, 5.3, 5.1], 4: [5.3, 4.8, 5.1]}
