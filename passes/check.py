@@ -15,6 +15,7 @@ from torch import Tensor
 from accel.ir.capture.examples import example
 from accel.ir.entries.genai import GENAI
 from accel.ir.errors import Miscompiled, PassError
+from accel.ir.invariants import Invariant
 from accel.ir.ops.codec import encode_rows
 from accel.ir.ops.groups import group_quantize
 from accel.ir.ops.quantized import PRODUCTS
@@ -59,6 +60,9 @@ class NumericCheck:
     rounded: list[Tensor] = field(default_factory=list)
     apart: list[list[Tensor]] = field(default_factory=list)  # of each case, where its ways differ
     known: set[str] = field(default_factory=set)  # weights in fewer bits that were checked
+    by_width: bool = (
+        False  # whether a pass lets calls of a few tokens compute otherwise than longer ones
+    )
 
     def __post_init__(self) -> None:
         self.begin(self.program)
@@ -107,6 +111,7 @@ class NumericCheck:
             raise differs(f"{step.name} changed what the program computes: {wrong}", program)
         if fresh or lossy:
             self.known |= fresh
+            self.by_width |= Invariant.DECODE_WIDTH in getattr(step, "breaks", ())
             self._rebase(program, logits if lossy else None)
         return worst
 
@@ -136,10 +141,11 @@ class NumericCheck:
 
     def _rebase(self, program: Program, logits: list[list[Tensor]] | None) -> None:
         """After a pass that may move the logits, later ones are held to what it left: where tokens are
-        encoded in blocks, way by way, for what a call itself brings is exact. `logits`: those of every way
+        encoded in blocks, way by way, for what a call itself brings is exact; and where the length of a call
+        decides what it computes. `logits`: those of every way
         with nothing rounded, where they are known.
         """
-        blocks = in_blocks(program)
+        blocks = in_blocks(program) or self.by_width
         with program.params.read_once():
             if logits is None:
                 plain, logits = exact(program), []

@@ -14,7 +14,7 @@ from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
-from accel.ir.region import Entry, Region
+from accel.ir.region import Conditional, Entry, Region
 from accel.ir.state import POSITIONS, CacheRegion, Part
 from accel.ir.window import SLOTS
 from accel.passes import Pass, Report
@@ -53,6 +53,10 @@ class Concat(Pass):
         if program.facts.depth is not None:
             return Report(
                 refused=["onnxruntime-genai runs all layers and has no input for a layer plan"]
+            )
+        if any(isinstance(node.target, Conditional) for node in program.step.graph.nodes):
+            return Report(
+                refused=["onnxruntime-genai has calls of any length, by which this model chooses"]
             )
         if "commit" in program.entries:
             return Report(refused=["onnxruntime-genai does not support draft trees"])

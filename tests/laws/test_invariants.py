@@ -24,7 +24,14 @@ from accel.runtime.tree import Siblings
 from ..prefill_case import _MADE, LAYERS, TOKENS, built, far
 
 AXES = find_axes()
-FOLDERS = ("depth", "kv", "numerics", "prefill", "weights")  # whose methods change the graph
+FOLDERS = (
+    "depth",
+    "head",
+    "kv",
+    "numerics",
+    "prefill",
+    "weights",
+)  # whose methods change the graph
 METHODS = [
     (axis, use)
     for axis in AXES

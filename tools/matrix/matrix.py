@@ -65,7 +65,7 @@ from accel.passes.trained import sample as sample_of
 from accel.runtime.model.compiled import CompiledModel
 
 ARCHITECTURES = ("llama", "mistral", "gpt2", "plain_latent")
-AXES = ("kv", "depth", "prefill", "weights", "numerics")  # whose methods change the graph
+AXES = ("kv", "depth", "head", "prefill", "weights", "numerics")  # whose methods change the graph
 PROMPT, SHORTER, VOCABULARY, LAYERS = 30, 21, 53, 3
 ROUNDED = {"weights": 0.2, "kv.codec": 0.02}  # what may turn a number to the next step
 FAULTS = (  # no reason, but a bug that was caught
