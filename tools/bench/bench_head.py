@@ -1,4 +1,4 @@
-"""What `vq-logits` gives on a real model, beside its own head: for docs/figures/details/real-models.md.
+"""What `vq-logits` gives on a real model, beside its own head: for docs/figures/details/depth.md.
 
     python tools/bench/bench_head.py MODEL [--rerank 64] [--codes 0] [--rounds 9] [--keep FOLDER]
 
