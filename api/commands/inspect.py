@@ -187,7 +187,8 @@ def _depth(depth: Depth | None) -> list[tuple[str, str]]:
     )
     what = "layers" if depth.mlp is None else f"attentions and {sum(depth.mlp)} MLPs"
     of = f"{len(chosen)} of {len(depth.plan)} {what} for a token after the prompt{which}{exits}"
-    return [("depth", f"{of}; cache {depth.cache}")]
+    falls = "" if depth.until is None else f", reached {max(depth.until)} tokens after it"
+    return [("depth", f"{of}{falls}; cache {depth.cache}")]
 
 
 def _encoder(encoder: EncoderFacts | None, state: list[dict[str, Any]]) -> list[tuple[str, str]]:
