@@ -21,9 +21,10 @@ class Depth:
 
     plan: the layers that decoding runs; with `mlp` those whose attention it runs. cache: "nested", where a layer that
     was left out lacks those tokens, or "propagate", where it has keys and values of them all the same. threshold: the
-    confidence from which decoding goes no deeper; none where the graph has no exits. mlp: the layers whose MLP decoding
-    runs; none where a layer is left out as a whole. until: of each layer, how many tokens after a prompt it runs for
-    although the plan leaves it out; none where no layer does.
+    confidence from which decoding goes no deeper, or with `mlp` leaves out MLPs; none where the graph goes by none.
+    mlp: the layers whose MLP decoding runs; none where a layer is left out as a whole. until: of each layer, how many
+    tokens after a prompt it runs for although the plan leaves it out; none where no layer does. dense: how many tokens
+    after a prompt go by no threshold.
     """
 
     plan: tuple[bool, ...]
@@ -31,11 +32,12 @@ class Depth:
     threshold: float | None = None
     mlp: tuple[bool, ...] | None = None
     until: tuple[int, ...] | None = None
+    dense: int = 0
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """The tokens after a prompt from which on fewer layers run, in order."""
-        return tuple(sorted({n for n in self.until or () if n}))
+        """The tokens after a prompt from which on less runs, in order."""
+        return tuple(sorted({n for n in (self.dense, *(self.until or ())) if n}))
 
     def plan_at(self, token: int) -> tuple[bool, ...]:
         """The layers that run for a token, so many after the first that follows a prompt."""

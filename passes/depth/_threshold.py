@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -46,19 +46,24 @@ def even() -> list[float]:
     return [1 - i / STEPS for i in range(1, STEPS)]
 
 
+def sample(program: Program) -> Iterator[Tensor]:
+    """Rows [n,T] of the calibration text, from all of it, a few at once."""
+    text = calibration_of(program).tokens[:, : program.facts.max_context]
+    count = max(1, TOKENS // text.shape[1])
+    rows = text[:: max(1, len(text) // count)][:count]
+    yield from rows.split(max(1, AT_ONCE // rows.shape[1]))
+
+
 def observed(
     program: Program, calls: Sequence[fx.Node], exits: Sequence[int], confidence: Confidence
 ) -> tuple[Tensor, Tensor]:
     """Of each exit and of some tokens [E,N] of the calibration text the confidence, and whether the likeliest token is
     that of the whole model. Tokens before have gone through all layers.
     """
-    text = calibration_of(program).tokens[:, : program.facts.max_context]
-    count = max(1, TOKENS // text.shape[1])
-    rows = text[:: max(1, len(text) // count)][:count]  # of all of it
     sure, same = [], []
     with torch.no_grad():
-        for part in rows.split(max(1, AT_ONCE // rows.shape[1])):
-            stream = Stream(program, calls, part)
+        for rows in sample(program):
+            stream = Stream(program, calls, rows)
             x, found = stream.start, []
             for index in range(len(calls)):
                 before, x = x, stream.layer(index, x)

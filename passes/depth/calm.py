@@ -21,7 +21,7 @@ from accel.ir.region import Conditional
 from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.depth import Base
-from accel.passes.depth._joint import conditions, layers
+from accel.passes.depth._joint import conditions, holders, layers
 from accel.passes.depth._threshold import (
     even,
     gap,
@@ -178,20 +178,20 @@ def _exit(
     stream = next((n.args[0] for n in head if n.target is take_rows.default), None)
     given = [n for n in outer if n is not stream] + [limit, done]
     for graph in (region.graph, region.otherwise):
-        holders = _holders(graph, call, given)
+        inside = holders(graph, call, given)
         (out,) = graph.find_nodes(op="output")
         results = out.args[0]
         assert isinstance(results, tuple)
-        last = holders[done]
+        last = inside[done]
         if graph is region.graph:
             with graph.inserting_before(out):
                 editor = Editor(program, graph)
                 if head:
-                    logits = _copied(editor, head, {**holders, stream: results[0]})  # type: ignore[dict-item]
-                    last = trace(editor, region.name, _gap_of, logits, holders[limit])
+                    logits = _copied(editor, head, {**inside, stream: results[0]})  # type: ignore[dict-item]
+                    last = trace(editor, region.name, _gap_of, logits, inside[limit])
                 else:
-                    before = holders[call.args[1]]  # type: ignore[index]
-                    last = trace(editor, region.name, _alike, results[0], before, holders[limit])
+                    before = inside[call.args[1]]  # type: ignore[index]
+                    last = trace(editor, region.name, _alike, results[0], before, inside[limit])
         out.args = ((*results, last),)
     call.args = (*call.args, *(n for n in given if n not in call.args))
     call.meta["val"] = (*call.meta["val"], done.meta["val"])
@@ -200,20 +200,6 @@ def _exit(
         item = call.graph.call_function(operator.getitem, (call, place))
     item.meta["val"] = done.meta["val"]
     return item
-
-
-def _holders(graph: fx.Graph, call: fx.Node, values: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """The placeholder of each value in a region's graph; those that it lacks come after the others."""
-    there = list(graph.find_nodes(op="placeholder"))
-    found = dict(zip(call.args, there, strict=True))
-    for node in values:
-        if node not in found:
-            with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
-                found[node] = graph.placeholder(
-                    str(node.target) if node.op == "placeholder" else node.name
-                )
-            found[node].meta["val"] = node.meta["val"]
-    return found  # type: ignore[return-value]
 
 
 def _copied(editor: Editor, nodes: list[fx.Node], env: dict[fx.Node, fx.Node]) -> fx.Node:

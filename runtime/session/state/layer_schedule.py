@@ -62,8 +62,10 @@ class LayerSchedule(SessionObserver, CallWatcher):
         first = NEVER if depth.threshold is None else depth.threshold
         mlp = None if depth.mlp is None else np.array(depth.mlp, bool)
         self._turns = np.array(depth.turns, np.int64)
-        plans = (depth.plan_at(n) for n in (0, *depth.turns))
-        self._decode = [Controls(np.array(plan, bool), first, mlp) for plan in plans]
+        self._decode = [
+            Controls(np.array(depth.plan_at(n), bool), first if n >= depth.dense else NEVER, mlp)
+            for n in (0, *depth.turns)
+        ]
         self._decoding = False
         self._prompt = np.zeros(batch, np.int64)
         self._lacks = np.full((len(depth.plan), batch), _FAR)
