@@ -50,7 +50,7 @@ class Calm(Base):
 
     A `threshold` of 0 is measured on the calibration text: the least at which a share of at least `agreement` of all
     tokens are those of the whole model, with a `probability` that holds for text like it (the tokens before one have
-    run all layers). Where there is none, no token leaves early.
+    run all layers). Where there is none, the model stays as it is.
     """
 
     threshold: float = option(0.0, least=0)
@@ -72,6 +72,8 @@ class Calm(Base):
                 f"calm: no exit after layer {first} of {count}; give a first below {max(count, 2)}"
             )
         threshold = self.threshold or self._measured(program, exits)
+        if threshold is None:
+            return Report(refused=["no token may leave early: see the notes"])
         calls = conditions(program, PROPAGATE)
         limit = Editor(program, program.step.graph).placeholder(THRESHOLD, (), torch.float32)
         program.step.defaults[THRESHOLD] = torch.tensor(NEVER)
@@ -85,7 +87,7 @@ class Calm(Base):
         program.facts.depth = Depth((True,) * count, PROPAGATE, threshold)
         return Report(changed=len(exits))
 
-    def _measured(self, program: Program, exits: range) -> float:
+    def _measured(self, program: Program, exits: range) -> float | None:
         """The threshold that the text gives, which the facts note."""
         by_state, share = self.by == STATE, 1 - self.agreement
         sure, same = observed(
@@ -104,7 +106,7 @@ class Calm(Base):
         where = f"by {count:,} tokens of the calibration text"
         if not left.numel():
             program.facts.notes.append(
-                f"calm: all layers run, for at no threshold does it hold that {holds} ({where}); give a threshold, "
+                f"calm: left out, for at no threshold does it hold that {holds} ({where}); give a threshold, "
                 "more text, less agreement, or a model that was trained for early exits"
             )
         else:
@@ -112,7 +114,7 @@ class Calm(Base):
                 f"calm: threshold {limit:.5g}, {where}: {len(left) / count:.0%} leave early, "
                 f"{int((~left).sum()) / count:.1%} of all are others; {holds}"
             )
-        return NEVER if limit is None else limit
+        return limit if left.numel() else None
 
 
 def _gap_of(logits: Tensor, limit: Tensor) -> Tensor:

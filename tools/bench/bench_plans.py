@@ -11,6 +11,7 @@ calibration text. The controls leave out as many by chance, as early in the answ
 from __future__ import annotations
 
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="of each answer")] = 128,
     prompts: Annotated[int, typer.Option(help="of each kind of text")] = 2,
     threads: int = 1,
+    kernels: str = "native",
     keep: Annotated[Path | None, typer.Option(help="builds are kept here, and taken from")] = None,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +57,7 @@ def main(
                 accel.optimize(
                     model, recipe, max_context=PROMPT + tokens, out=out, verify=False
                 ).close()
-            return accel.load(out, threads=threads)
+            return accel.load(out, threads=threads, kernels=kernels)
 
         whole = opened("whole", {})
         count = whole.facts.num_layers
@@ -70,7 +72,7 @@ def main(
             if method["use"] == "skipdecode":
                 method |= {"min_layers": count * (3 if "3/4" in name else 2) // 4, "length": tokens}
             compiled = opened(name, method)
-            report(name, whole, compiled, asked, answers, lambda _: {}, told(compiled, tokens))
+            report(name, whole, compiled, asked, answers, always(), told(compiled, tokens))
             if method["use"] == "skipdecode":
                 falls = counts(count, method["min_layers"], tokens)
                 every = opened("by-call", {"use": "by-call"})
@@ -89,27 +91,32 @@ def main(
                 every = opened("by-branch", {"use": "by-branch"})
                 for seed in range(2):
                     gone = round(count * method.get("share", 0.25))
-                    plan, some = np.ones(count, bool), f"{count - gone}"
+                    plan = np.ones(count, bool)
                     plan[random.Random(seed).sample(range(4, count - 4), gone)] = False
-                    given = {"run_mlp": plan}
                     report(
                         f"… by chance, {seed}",
                         whole,
                         every,
                         asked,
                         answers,
-                        lambda _, g=given: g,
+                        always(run_mlp=plan),
                         f"{count - gone}",
                     )
 
 
 def told(compiled: accel.CompiledModel, tokens: int) -> str:
-    """How much a token runs, by the plan or by the note of the build."""
+    """How much a token runs, by the plan or by what the build counted."""
     depth = compiled.facts.depth
-    assert depth is not None
-    if depth.threshold is None:
-        return f"{mean(sum(depth.plan_at(n)) for n in range(tokens)):.1f}"
-    return next(n for n in reversed(compiled.report["notes"]) if n.startswith(("calm", "ffn-skip")))
+    if depth is None or depth.threshold is not None:
+        note = next(n for n in compiled.report["notes"] if n.startswith(("calm", "ffn-skip")))
+        found = re.search(r"\d+% leave early|leave out \d+%", note)
+        return f"all, {found[0]}" if found else "all: left out"
+    return f"{mean(sum(depth.plan_at(n)) for n in range(tokens)):.1f}"
+
+
+def always(**controls: Any) -> Plans:
+    """The same of every token."""
+    return lambda _: controls
 
 
 def chance(count: int, falls: Any, seed: int) -> Plans:
@@ -131,7 +138,7 @@ def report(
     """Print a line of the table."""
     same, ratios = [], []
     for prompt, answer in zip(asked, answers, strict=True):
-        runs = [over(whole, prompt, answer, lambda _: {}), over(other, prompt, answer, plans)]
+        runs = [over(whole, prompt, answer, always()), over(other, prompt, answer, plans)]
         times: list[list[float]] = [[], []]
         try:
             while True:
