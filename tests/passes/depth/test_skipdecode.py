@@ -111,6 +111,18 @@ def test_by_itself_it_is_the_model_that_is_given_these_plans(built):
         fork.close()
 
 
+def test_a_saved_session_goes_on_where_its_plans_are(built, tmp_path):
+    with built.session() as session:
+        session.prompt(TOKENS[:1, :7])
+        for place in range(7, 10):
+            session.run(TOKENS[:1, place : place + 1])
+        session.save(tmp_path / "saved.kv")
+        want = [session.run(TOKENS[:1, place : place + 1]) for place in range(10, 14)]
+    with built.open_session(tmp_path / "saved.kv") as session:
+        got = [session.run(TOKENS[:1, place : place + 1]) for place in range(10, 14)]
+    assert np.array_equal(got, want)
+
+
 @pytest.mark.parametrize("cache", ["nested", "propagate"])
 def test_rows_at_other_distances_run_the_layers_of_both(cache, built):
     """But for those that one of them lacks, where caches are nested."""
