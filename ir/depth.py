@@ -21,18 +21,32 @@ class Depth:
 
     plan: the layers that decoding runs; with `mlp` those whose attention it runs. cache: "nested", where a layer that
     was left out lacks those tokens, or "propagate", where it has keys and values of them all the same. threshold: the
-    confidence from which decoding goes no deeper; none where the graph has no exits. mlp: the layers whose MLP decoding
-    runs; none where a layer is left out as a whole.
+    confidence from which decoding goes no deeper, or with `mlp` leaves out MLPs; none where the graph goes by none.
+    mlp: the layers whose MLP decoding runs; none where a layer is left out as a whole. until: of each layer, how many
+    tokens after a prompt it runs for although the plan leaves it out; none where no layer does. dense: how many tokens
+    after a prompt go by no threshold.
     """
 
     plan: tuple[bool, ...]
     cache: str
     threshold: float | None = None
     mlp: tuple[bool, ...] | None = None
+    until: tuple[int, ...] | None = None
+    dense: int = 0
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """The tokens after a prompt from which on less runs, in order."""
+        return tuple(sorted({n for n in (self.dense, *(self.until or ())) if n}))
+
+    def plan_at(self, token: int) -> tuple[bool, ...]:
+        """The layers that run for a token, so many after the first that follows a prompt."""
+        until = self.until or (0,) * len(self.plan)
+        return tuple(run or token < n for run, n in zip(self.plan, until, strict=True))
 
     @property
     def plans(self) -> dict[str, tuple[bool, ...]]:
-        """What decoding runs, by the step's inputs that say it."""
+        """What decoding runs in the end, by the step's inputs that say it."""
         return (
             {RUN_LAYERS: self.plan}
             if self.mlp is None
@@ -56,5 +70,9 @@ class Depth:
             raise f.wrong("plan", list(self.plan), "bools, some of them true")
         if self.mlp is not None and len(self.mlp) != len(self.plan):
             raise f.wrong("mlp", list(self.mlp), f"{len(self.plan)} bools, one per layer")
+        if self.until is not None and (len(self.until) != len(self.plan) or min(self.until) < 0):
+            raise f.wrong(
+                "until", list(self.until), f"{len(self.plan)} counts of tokens, one per layer"
+            )
         if self.cache not in CACHES:
             raise f.wrong("cache", self.cache, f"one of {', '.join(CACHES)}")

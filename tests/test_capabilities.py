@@ -17,7 +17,7 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
     Invariant.UNIFORM_SLOTS: ("kv.codec=kivi", "prefill.prune=promptdistill", "gemfilter for"),
     Invariant.HEADS_ALIKE: ("kv.codec=mha2gqa-svd", "kv.score=knorm", "streaming-llm for knorm"),
     Invariant.HEADS_LEVEL: ("kv.codec=kivi", "kv.budget=ada-kv", "without"),
-    Invariant.FIXED_LAYERS: ("kv.score=knorm", "depth=shortgpt", "unified-skip for shortgpt"),
+    Invariant.FIXED_LAYERS: ("kv.score=knorm", "depth=shortgpt", " for shortgpt"),
     Invariant.ALL_LAYERS_RUN: ("kv.reuse=paged-prefix", "depth=calm", " for calm"),
     Invariant.TOKENS_CONTIGUOUS: ("kv.reuse=pie", "kv.score=knorm", "without"),
     Invariant.ALL_TOKENS_HELD: ("kv.reuse=pie", "prefill.prune=gemfilter", "yoco for gemfilter"),

@@ -182,12 +182,12 @@ def _depth(depth: Depth | None) -> list[tuple[str, str]]:
         return []
     chosen = [str(i) for i, run in enumerate(depth.plan) if run]
     which = "" if all(depth.plan) else f" ({', '.join(chosen)})"
-    exits = (
-        "" if depth.threshold is None else f", early exit at a confidence of {depth.threshold:g}"
-    )
+    does = "early exit" if depth.mlp is None else "fewer MLPs"
+    exits = "" if depth.threshold is None else f", {does} at a confidence of {depth.threshold:g}"
     what = "layers" if depth.mlp is None else f"attentions and {sum(depth.mlp)} MLPs"
     of = f"{len(chosen)} of {len(depth.plan)} {what} for a token after the prompt{which}{exits}"
-    return [("depth", f"{of}; cache {depth.cache}")]
+    falls = f", reached {max(depth.turns)} tokens after it" if depth.turns else ""
+    return [("depth", f"{of}{falls}; cache {depth.cache}")]
 
 
 def _encoder(encoder: EncoderFacts | None, state: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -19,6 +19,17 @@ from accel.passes.depth._joint import layers
 from accel.passes.depth._remove import remove
 from accel.passes.weights._calibrated import calibration_of
 
+ANOTHER = 10.0  # the error of another model; that one without the layers is what is left, the laws of this axis hold
+
+
+def no_adapters(program: Program, use: str) -> None:
+    """Raise PassError where sessions choose adapters."""
+    if program.facts.adapters is not None:
+        raise PassError(
+            f"{use}: it deletes layers, of which adapters that sessions choose have weights; merge one "
+            f"adapter (merge_adapter), or leave {use} out"
+        )
+
 
 @dataclass(frozen=True)
 class Deletion(Base):
@@ -34,16 +45,8 @@ class Deletion(Base):
     reads_text = True
     breaks = frozenset({Invariant.FIXED_LAYERS})
     provides = frozenset()
-    error = 10.0  # other models; that one without the layers is what is left, the laws of this axis hold
+    error = ANOTHER
     small: ClassVar[Mapping[str, Any]] = {"share": 0.4, "tokens": 5}
-
-    def no_adapters(self, program: Program) -> None:
-        """Raise PassError where sessions choose adapters."""
-        if program.facts.adapters is not None:
-            raise PassError(
-                f"{self.use}: it deletes layers, of which adapters that sessions choose have weights; merge one "
-                f"adapter (merge_adapter), or leave {self.use} out"
-            )
 
     def text(self, program: Program) -> Tensor:
         """Rows [n,T] of the calibration text, of T > 1. Raises PassError."""
@@ -88,7 +91,7 @@ class Deletes(Deletion):
 
     def run(self, program: Program) -> Report:
         """See Pass."""
-        self.no_adapters(program)
+        no_adapters(program, self.use)
         calls = layers(program)
         count = int(self.share * len(calls))
         if count == 0:

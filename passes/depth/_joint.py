@@ -86,6 +86,20 @@ def branch_conditions(program: Program, cache: str) -> list[fx.Node]:
     return calls
 
 
+def holders(graph: fx.Graph, call: fx.Node, values: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The placeholder of each value in a graph of a call's region; those that it lacks come after the others."""
+    there = list(graph.find_nodes(op="placeholder"))
+    found = dict(zip(call.args, there, strict=True))
+    for node in values:
+        if node not in found:
+            with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
+                found[node] = graph.placeholder(
+                    str(node.target) if node.op == "placeholder" else node.name
+                )
+            found[node].meta["val"] = node.meta["val"]
+    return found  # type: ignore[return-value]
+
+
 def _refuse_recurrent(program: Program) -> None:
     recurrent = [s.layer for s in program.state if s.part is Part.RECURRENT]
     if recurrent:

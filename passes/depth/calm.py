@@ -5,7 +5,7 @@ next token.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,46 +13,53 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.axis import option
-from accel.ir.calibration import Calibration
-from accel.ir.depth import PROPAGATE, RUN_LAYERS, Depth
+from accel.ir.depth import PROPAGATE, Depth
 from accel.ir.errors import PassError
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, ancestors
 from accel.ir.region import Conditional
 from accel.ir.trace import trace
 from accel.passes import Report
-from accel.passes.calibrate import feeds
 from accel.passes.depth import Base
-from accel.passes.depth._joint import conditions
+from accel.passes.depth._joint import conditions, holders, layers
+from accel.passes.depth._threshold import (
+    even,
+    gap,
+    least_threshold,
+    leaving,
+    likeness,
+    near_one,
+    observed,
+)
 
 aten = torch.ops.aten
 THRESHOLD = "threshold"
-_NEVER = 2.0  # above any difference of two probabilities
-_TOKENS = 512  # of text that a threshold is measured on
-_STEPS = 200  # thresholds that are tried
-_FEWEST = 16  # tokens that leave early, of which a share tells something
+NEVER = 2.0  # above any confidence
+MEASURES = SOFTMAX, STATE = ("softmax", "state")
 
 
 @dataclass(frozen=True)
 class Calm(Base):
-    """After every `every`-th layer from `first` on (0: the middle layer) the LM head is applied. If the
-    probabilities of
-    the two most likely tokens differ by at least `threshold` for every row of the call, the layers above only compute
-    their keys and values, from the output of the exit layer.
+    """After every `every`-th layer from `first` on (0: the middle layer) a token may leave: the layers above compute
+    its keys and values alone, from the output of the exit layer. It leaves where the confidence of each row of the call
+    is at least `threshold`.
 
-    This applies in decoding, token by token; a prompt runs all layers. The head is computed once more at each of
-    these layers.
+    The confidence (`by`) is how far the probabilities of the two likeliest tokens are apart (`softmax`), for which each
+    exit computes the LM head; or the cosine of the residual stream before and after the layer of the exit (`state`),
+    for which the head is computed once. This applies in decoding, token by token; a prompt runs all layers.
 
-    A `threshold` of 0 is measured: the least from which on `agreement` of the tokens that leave early have the
-    likeliest token of the whole model, on the calibration text (the paper calibrates it, too, with a bound that
-    holds with a given probability). A model whose middle layers are over-sure then never leaves early.
+    A `threshold` of 0 is measured on the calibration text: the least at which a share of at least `agreement` of all
+    tokens are those of the whole model, with a `probability` that holds for text like it (the tokens before one have
+    run all layers). Where there is none, the model stays as it is.
     """
 
     threshold: float = option(0.0, least=0)
-    agreement: float = option(0.95, above=0, most=1)
+    by: str = option(SOFTMAX, one_of=MEASURES)
+    agreement: float = option(0.95, above=0, below=1)
+    probability: float = option(0.95, above=0, below=1)
     first: int = option(0, least=0)
     every: int = option(4, least=1)
-    lacks = "a threshold with a bound that holds with a given probability"
+    lacks = "the trained classifier as confidence, and thresholds that fall with the position"
     reads_text = True
     small: ClassVar[Mapping[str, Any]] = {"threshold": 0.05, "first": 1, "every": 1}
 
@@ -64,86 +71,60 @@ class Calm(Base):
             raise PassError(
                 f"calm: no exit after layer {first} of {count}; give a first below {max(count, 2)}"
             )
+        threshold = self.threshold or self._measured(program, exits)
+        if threshold is None:
+            return Report(refused=["no token may leave early: see the notes"])
         calls = conditions(program, PROPAGATE)
         limit = Editor(program, program.step.graph).placeholder(THRESHOLD, (), torch.float32)
-        program.step.defaults[THRESHOLD] = torch.tensor(_NEVER)
-        head = _head(program)
+        program.step.defaults[THRESHOLD] = torch.tensor(NEVER)
+        head = _head(program) if self.by == SOFTMAX else []
         done: fx.Node | None = None
         for index, call in enumerate(calls):
             if done is not None:
                 _unless(program, call, done)
             if index in exits:
                 done = _exit(program, call, head, limit, done)
-        threshold = self.threshold or self._measured(program, exits)
         program.facts.depth = Depth((True,) * count, PROPAGATE, threshold)
         return Report(changed=len(exits))
 
-    def _measured(self, program: Program, exits: range) -> float:
+    def _measured(self, program: Program, exits: range) -> float | None:
         """The threshold that the text gives, which the facts note."""
-        sure, same = observed(program, exits)
-        limit = least_threshold(sure, same, self.agreement)
-        left = leaving(sure, same, limit)
-        where = f"on {sure.shape[1]:,} tokens of the calibration text"
+        by_state, share = self.by == STATE, 1 - self.agreement
+        sure, same = observed(
+            program,
+            layers(program),
+            exits,
+            (lambda _, after, before: likeness(after, before))
+            if by_state
+            else (lambda logits, *_: gap(logits)),
+        )
+        tried = near_one() if by_state else even()
+        limit = least_threshold(sure, same, tried, share, 1 - self.probability)
+        left = leaving(sure, same, NEVER if limit is None else limit)
+        count = sure.shape[1]
+        holds = f"at most {share:.2g} of tokens are others than the whole model's, with {self.probability:g}"
+        where = f"by {count:,} tokens of the calibration text"
         if not left.numel():
             program.facts.notes.append(
-                f"calm: all layers run, for at no threshold do {self.agreement:.0%} of the tokens that leave early "
-                f"agree with the whole model ({where}); give a threshold, or a model that was trained for early exits"
+                f"calm: left out, for at no threshold does it hold that {holds} ({where}); give a threshold, "
+                "more text, less agreement, or a model that was trained for early exits"
             )
         else:
-            agree = float(left.float().mean())
             program.facts.notes.append(
-                f"calm: threshold {limit:.3g}, {where}: {len(left) / sure.shape[1]:.0%} leave early, {agree:.0%} "
-                "of them with the likeliest token of the whole model"
+                f"calm: threshold {limit:.5g}, {where}: {len(left) / count:.0%} leave early, "
+                f"{int((~left).sum()) / count:.1%} of all are others; {holds}"
             )
-        return limit
+        return limit if left.numel() else None
 
 
-def observed(program: Program, exits: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of each exit and token [E,N] of the calibration text how far its two likeliest tokens are apart, and whether the
-    first is that of the whole model. Tokens before have gone as deep as it.
-    """
-    count = len(program.facts.layers)
-    longest = min(_TOKENS, program.facts.max_context)
-    text = program.calibration or Calibration.random(program.facts.vocab_size, longest)
-    sure, same = [], []
-    for row in text.tokens[: max(1, _TOKENS // text.tokens.shape[1]), :longest].split(1):
-        given = feeds(program, "step", row)
-        best, depths = [], [*exits, count - 1]
-        for depth in depths:
-            given[RUN_LAYERS] = torch.arange(count) <= depth
-            logits = program.run("step", given)["logits"].float()
-            best.append(logits.softmax(-1).topk(2))
-        sure.append(torch.cat([b.values[..., 0] - b.values[..., 1] for b in best[:-1]]))
-        last = best[-1].indices[..., 0]
-        same.append(torch.cat([b.indices[..., 0] == last for b in best[:-1]]))
-    return torch.cat(sure, 1), torch.cat(same, 1)
-
-
-def leaving(sure: Tensor, same: Tensor, limit: float) -> Tensor:
-    """Of the tokens that leave early by `sure` [E,N] whether each is the `same` [E,N] as the whole model's, [n]."""
-    out = sure >= limit
-    found: Tensor = same.gather(0, out.int().argmax(0)[None])[0][out.any(0)]
-    return found
-
-
-def least_threshold(sure: Tensor, same: Tensor, agreement: float) -> float:
-    """The least threshold from which on so many of the tokens that leave early agree; where there is none, one
-    that no token reaches.
-    """
-    least = _NEVER
-    for limit in torch.linspace(1, 0, _STEPS + 1)[1:-1].tolist():
-        left = leaving(sure, same, limit)
-        if len(left) >= _FEWEST and float(left.float().mean()) < agreement:
-            break
-        if len(left) >= _FEWEST:
-            least = limit
-    return least
-
-
-def _confident(logits: Tensor, limit: Tensor) -> Tensor:
+def _gap_of(logits: Tensor, limit: Tensor) -> Tensor:
     """Whether the two likeliest tokens of every row [B,N,V] are `limit` apart; bool []."""
-    best = logits.float().softmax(-1).topk(2).values
-    return (best[..., 0] - best[..., 1]).min() >= limit
+    return gap(logits).min() >= limit
+
+
+def _alike(after: Tensor, before: Tensor, limit: Tensor) -> Tensor:
+    """Whether a layer changes the direction of no row's stream [B,T,E] by more than a cosine of `limit`; bool []."""
+    return likeness(after, before).min() >= limit
 
 
 def _head(program: Program) -> list[fx.Node]:
@@ -184,8 +165,8 @@ def _unless(program: Program, call: fx.Node, done: fx.Node) -> None:
 def _exit(
     program: Program, call: fx.Node, head: list[fx.Node], limit: fx.Node, done: fx.Node | None
 ) -> fx.Node:
-    """Let a layer say as its last result whether the head is sure of what leaves it; where the layer
-    is left out, what was said before.
+    """Let a layer say as its last result whether what leaves it is sure: by the head, or where none is given by how
+    little the layer changed it; where the layer is left out, what was said before.
     """
     region = call.target
     assert isinstance(region, Conditional)
@@ -196,19 +177,23 @@ def _exit(
     outer = dict.fromkeys(
         n for node in head for n in node.all_input_nodes if n not in members and n.op != "get_attr"
     )
-    stream = next(n.args[0] for n in head if n.target is take_rows.default)
+    stream = next((n.args[0] for n in head if n.target is take_rows.default), None)
     given = [n for n in outer if n is not stream] + [limit, done]
     for graph in (region.graph, region.otherwise):
-        holders = _holders(graph, call, given)
+        inside = holders(graph, call, given)
         (out,) = graph.find_nodes(op="output")
         results = out.args[0]
         assert isinstance(results, tuple)
-        last = holders[done]
+        last = inside[done]
         if graph is region.graph:
             with graph.inserting_before(out):
                 editor = Editor(program, graph)
-                logits = _copied(editor, head, {**holders, stream: results[0]})  # type: ignore[dict-item]
-                last = trace(editor, region.name, _confident, logits, holders[limit])
+                if head:
+                    logits = _copied(editor, head, {**inside, stream: results[0]})  # type: ignore[dict-item]
+                    last = trace(editor, region.name, _gap_of, logits, inside[limit])
+                else:
+                    before = inside[call.args[1]]  # type: ignore[index]
+                    last = trace(editor, region.name, _alike, results[0], before, inside[limit])
         out.args = ((*results, last),)
     call.args = (*call.args, *(n for n in given if n not in call.args))
     call.meta["val"] = (*call.meta["val"], done.meta["val"])
@@ -217,20 +202,6 @@ def _exit(
         item = call.graph.call_function(operator.getitem, (call, place))
     item.meta["val"] = done.meta["val"]
     return item
-
-
-def _holders(graph: fx.Graph, call: fx.Node, values: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """The placeholder of each value in a region's graph; those that it lacks come after the others."""
-    there = list(graph.find_nodes(op="placeholder"))
-    found = dict(zip(call.args, there, strict=True))
-    for node in values:
-        if node not in found:
-            with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
-                found[node] = graph.placeholder(
-                    str(node.target) if node.op == "placeholder" else node.name
-                )
-            found[node].meta["val"] = node.meta["val"]
-    return found  # type: ignore[return-value]
 
 
 def _copied(editor: Editor, nodes: list[fx.Node], env: dict[fx.Node, fx.Node]) -> fx.Node:

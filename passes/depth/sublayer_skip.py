@@ -16,7 +16,7 @@ from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.depth._branches import Branches, branches
 from accel.passes.depth._cut import cut
-from accel.passes.depth._delete import Deletion
+from accel.passes.depth._delete import Deletion, no_adapters
 from accel.passes.depth._joint import layers
 from accel.passes.stream import Stream
 
@@ -37,7 +37,7 @@ class SublayerSkip(Deletion):
 
     def run(self, program: Program) -> Report:
         """See Pass."""
-        self.no_adapters(program)
+        no_adapters(program, self.use)
         calls = layers(program)
         found = [branches(program, call) for call in calls]
         kinds = [kind for kind in (ATTENTION, MLP) if self.of in (kind, BOTH)]

@@ -39,13 +39,15 @@ _FAR = np.iinfo(np.int64).max
 
 
 class LayerSchedule(SessionObserver, CallWatcher):
-    """What a session knows of the layers that its tokens went through.
+    """What a session knows of the layers that its tokens went through, and of where each row's prompt ended: from there
+    on a plan may change token by token. Rows that run together run what one of them runs.
 
     Where caches are nested a layer that was left out for a token may run again only when that token
     is forgotten: by default it stays off, and a plan that switches it on is refused.
     """
 
     _lacks: Annotated[Ints, ByRow(axis=1)]  # the first token of each row that a layer lacks [L,B]
+    _prompt: Annotated[Ints, ByRow()]  # tokens of each row up to which its last prompt went [B]
     _before: Annotated[Ints, ByRow(saved=False)]  # tokens before the call
 
     order = 90  # what a call ran counts only when all else about it went well
@@ -59,7 +61,13 @@ class LayerSchedule(SessionObserver, CallWatcher):
         self._whole = whole(depth)
         first = NEVER if depth.threshold is None else depth.threshold
         mlp = None if depth.mlp is None else np.array(depth.mlp, bool)
-        self._decode = Controls(np.array(depth.plan, bool), first, mlp)
+        self._turns = np.array(depth.turns, np.int64)
+        self._decode = [
+            Controls(np.array(depth.plan_at(n), bool), first if n >= depth.dense else NEVER, mlp)
+            for n in (0, *depth.turns)
+        ]
+        self._decoding = False
+        self._prompt = np.zeros(batch, np.int64)
         self._lacks = np.full((len(depth.plan), batch), _FAR)
         self._asked = self._whole  # a caller's last, so that one that comes again is known
         self._noted: Controls | None = None
@@ -83,7 +91,7 @@ class LayerSchedule(SessionObserver, CallWatcher):
     def begin(self, backend: BackendSession, call: Call) -> None:
         """Let the backend session know what the call runs (`plan_of`), where that is news."""
         sent = self.plan_of(call)
-        self._before = call.before
+        self._before, self._decoding = call.before, self._decodes(call)
         if sent is not self._sent:
             backend.control(sent.arrays(self.depth))
             self._sent = sent
@@ -94,8 +102,7 @@ class LayerSchedule(SessionObserver, CallWatcher):
         """
         before, after = call.before, call.after
         threshold = call.controls.get(THRESHOLD)
-        decoding = not call.prompt and bool((after - before).max() == 1 and before.min() > 0)
-        controls = self._decode if decoding else self._whole
+        controls = self._decode[self._turn(before, after)] if self._decodes(call) else self._whole
         asked = self._asked_for(call.controls, controls)
         if asked is not None:
             controls = asked
@@ -120,6 +127,20 @@ class LayerSchedule(SessionObserver, CallWatcher):
             controls if threshold is None else replace(controls, threshold=self._limit(threshold))
         )
 
+    @staticmethod
+    def _decodes(call: Call) -> bool:
+        """Whether a call is of single tokens after a prompt."""
+        return not call.prompt and bool(
+            (call.after - call.before).max() == 1 and call.before.min() > 0
+        )
+
+    def _turn(self, before: Ints, after: Ints) -> int:
+        """Which of the plans of decoding runs, for the row that is nearest to its prompt."""
+        if not self._turns.size:
+            return 0
+        nearest = int((before - self._prompt)[after > before].min())
+        return int(np.searchsorted(self._turns, nearest, side="right"))
+
     def _asked_for(self, controls: Mapping[str, Any], usual: Controls) -> Controls | None:
         """What the caller's plan sends; none where there is none. One that comes again is the same object."""
         given = {n: self._checked(n, controls[n]) for n in _PLANS if controls.get(n) is not None}
@@ -143,10 +164,11 @@ class LayerSchedule(SessionObserver, CallWatcher):
 
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> Settled | None:
         """Note what the call that was sent last left out."""
-        controls = self._sent
+        controls, rows = self._sent, lengths > self._before
+        if moment == "call" and not self._decoding:
+            self._prompt = np.where(rows, lengths, self._prompt)
         if moment != "call" or controls is None or controls is self._noted:
             return None
-        rows = lengths > self._before
         if self.depth.cache == NESTED:
             out = ~controls.layers[:, None] & rows
             self._lacks = np.where(out, np.minimum(self._lacks, self._before), self._lacks)
@@ -156,6 +178,7 @@ class LayerSchedule(SessionObserver, CallWatcher):
     def rewind(self, backend: BackendSession, new_lengths: Ints, lengths: Ints) -> bool:
         """Rows hold no more than `new_lengths` [B] tokens from now on."""
         self._lacks[self._lacks >= new_lengths] = _FAR
+        self._prompt = np.minimum(self._prompt, new_lengths)
         self._noted = None
         return False
 
