@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accel.commands import options
+from accel.commands.console import waited
 from accel.commands.source import open_model
 from accel.ir.errors import AccelError, InputError, unknown
 
@@ -158,7 +159,7 @@ class Terminal:
     def _answer(self, stream: Stream) -> None:
         try:
             with stream:
-                for piece in stream:
+                for piece in waited(stream):
                     sys.stdout.write(piece)
                     sys.stdout.flush()
         except KeyboardInterrupt:

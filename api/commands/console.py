@@ -6,8 +6,10 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from threading import Timer
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from accel.compiler.load.fetch.models import Model
     from accel.compiler.load.fetch.wheels import Watch
 
+T = TypeVar("T")
 Progress = Callable[[str, float], None]
+PATIENCE = 0.5  # seconds
 PIPE_WIDTH = 100  # columns of a table that no terminal shows
 
 
@@ -73,6 +77,37 @@ def paced(title: str) -> Iterator[Progress]:
                 show(what, min(1.0, done))
 
         yield tell
+
+
+def waited(pieces: Iterator[T]) -> Iterator[T]:
+    """The same pieces; a terminal shows on stderr that the first one takes more than `PATIENCE`, and how long: a search
+    gives its text at the end.
+    """
+    if not sys.stderr.isatty():
+        yield from pieces
+        return
+    with ExitStack() as shown:
+        timer = Timer(PATIENCE, lambda: shown.enter_context(_waiting()))
+        timer.start()
+        try:
+            first = list(islice(pieces, 1))
+        finally:
+            timer.cancel()
+            timer.join()
+    yield from first
+    yield from pieces
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task("computing the first token", total=None)
+        yield
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accel.commands import options
-from accel.commands.console import print_json
+from accel.commands.console import print_json, waited
 from accel.commands.source import open_model
 from accel.ir.errors import InputError
 
@@ -346,7 +346,7 @@ def _stream(
             print_json({**told, "stats": stream.stats})
             return
         between = ""
-        for piece in stream:
+        for piece in waited(stream):
             text = piece if isinstance(piece, str) else f"{between}{piece}"
             between = ","
             sys.stdout.write(text)

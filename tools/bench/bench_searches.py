@@ -1,17 +1,20 @@
 """Searches on a real model, beside greedy decoding of the same prompts: time, memory, likelihood, repetition.
 
-    python tools/bench/bench_searches.py MODEL [--weights int8] [--new 64] [--loop NAME] [--json FILE]
+    python tools/bench/bench_searches.py MODEL [--weights int8] [--new 64] [--questions 6] [--loop NAME] [--json FILE]
+    python tools/bench/bench_searches.py MODEL --beams FOLDER    beam search beside transformers' with the same floats
 
 MODEL: a chat model's folder or GGUF file. Each search answers each question alone, in turns with greedy decoding by a
 build of the same weights without one. Told are medians over questions: time over greedy, the most bytes of cache over
 greedy, mean log-probability of a token of the answer under the model, and the share of its runs of four tokens that it
-had before. Loops that need a scorer, or text of a kind of their own, are left out.
+had before. Loops that need a scorer, or text of a kind of their own, are left out. --beams also tells what the cache
+of 1 to 8 ways behind one long prompt takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -36,13 +39,17 @@ SAMPLED = {"temperature": 0.7, "seed": 1}
 REQUESTS: dict[str, dict[str, Any]] = {  # of loops that draw
     "first-finish": SAMPLED,
     "phi-decoding": SAMPLED,
+    "adaptive-bok": SAMPLED,
 }
+BEAMS = 4
+WAYS = (1, 2, 4, 8)
+LONG = 384  # tokens of the prompt behind which ways go
 
 
 def loops() -> list[str]:
     """Every search of causal models."""
     axis = find_axes()["loop"]
-    return [name for name in axis.names() if axis.method(name).searches]
+    return [name for name in axis.names() if axis.method(name).searches or name in REQUESTS]
 
 
 def repeated(tokens: list[int]) -> float:
@@ -91,6 +98,66 @@ def measured(
     return {name: median(values) for name, values in found.items()}
 
 
+def beside_transformers(model: str, folder: str, recipe: Any, new: int, count: int) -> None:
+    """Print how beam search, and greedy decoding, compare with transformers' on a folder of floats."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    head("beams", ">accel, s", ">transformers, s", ">share of its time", ">equal texts")
+    for beams in (1, BEAMS):
+        loop = {"loop": {"use": "beam-patience", "beams": beams}} if beams > 1 else {}
+        with accel.optimize(model, {**loop, **recipe}, max_context=512, max_batch=1) as made:
+            times: dict[str, list[float]] = {"accel": [], "transformers": [], "share": []}
+            equal = 0
+            for prompt in prompts_of(made)[:count]:
+                ids = torch.tensor([prompt])
+
+                def published(ids: Any = ids, beams: int = beams) -> list[int]:
+                    out = module.generate(
+                        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+                        num_beams=beams, early_stopping=beams > 1, eos_token_id=sorted(made.facts.eos),
+                        pad_token_id=0,
+                    )  # fmt: skip
+                    found: list[int] = out[0, ids.shape[1] :].tolist()
+                    return found
+
+                made.generate(prompt, 4)
+                start = time.perf_counter()
+                own = made.generate(prompt, new).tokens[0]
+                middle = time.perf_counter()
+                other = published()
+                end = time.perf_counter()
+                times["accel"].append(middle - start)
+                times["transformers"].append(end - middle)
+                times["share"].append((middle - start) / len(own) / ((end - middle) / len(other)))
+                equal += own == other
+            cells = [f"{median(times[name]):.2f}" for name in ("accel", "transformers", "share")]
+            row(beams, *cells, f"{equal} of {len(times['share'])}")
+
+
+def ways(model: str, recipe: Any) -> None:
+    """Print the cache's bytes of several ways behind one prompt."""
+    print()
+    head("ways", ">cache, MB", ">over one way")
+    first = 0
+    for count in WAYS:
+        loop = {"loop": {"use": "first-finish", "samples": count}}
+        with accel.optimize(model, {**loop, **recipe}, max_context=512, max_batch=1) as made:
+            prompt = (prompts_of(made)[0] * LONG)[:LONG]
+            out = made.generate(prompt, 32, eos=[], **SAMPLED)
+            first = first or out.stats["kv_bytes"]
+            row(count, f"{out.stats['kv_bytes'] / 1e6:.1f}", f"{out.stats['kv_bytes'] / first:.2f}")
+
+
+def prompts_of(model: Any) -> list[list[int]]:
+    """The questions in the model's chat template."""
+    return [
+        model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        for text in QUESTIONS
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -98,17 +165,19 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--weights", default="")
     parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS))
+    parser.add_argument("--beams", metavar="FOLDER", help="of the model's floats")
     parser.add_argument("--loop", action="append", choices=loops(), help="default: all")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     weights = {"weights": {"use": given.weights}} if given.weights else {}
+    if given.beams:
+        beside_transformers(given.model, given.beams, weights, given.new, given.questions)
+        return ways(given.model, weights)
     options = {"max_context": 512, "max_batch": 1}
     rows: dict[str, Any] = {}
     with accel.optimize(given.model, weights, **options) as plain:
-        prompts = [
-            plain.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-            for text in QUESTIONS
-        ]
+        prompts = prompts_of(plain)[: given.questions]
         rows["greedy"] = measured(plain, plain, prompts, given.new, {})
         for name in given.loop or loops():
             try:
@@ -117,7 +186,10 @@ def main() -> None:
                 ) as made:
                     rows[name] = measured(plain, made, prompts, given.new, REQUESTS.get(name, {}))
             except AccelError as error:
-                print(f"{name}: left out: {error}")
+                print(f"{name}: left out: {error}", flush=True)
+            else:
+                told = f"{name}: {rows[name]['time']:.2f} times greedy's time"
+                print(told, file=sys.stderr, flush=True)
     head(
         "loop",
         ">time a token over greedy",
