@@ -43,6 +43,7 @@ class Invariant(Enum):
     PROBABILITIES = "the drafter gives probabilities, not only a ranking of tokens"
     DRAFT_MODEL = "a draft model is built into the artifact"
     LAYERS_BY_CALL = "a call may select the layers that run"
+    BRANCHES_BY_CALL = "a call may select the attentions and the MLPs that run"
     COARSE_READS = "a call may read the cache in fewer bits than it is stored in"
     FED_BY_BLOCK = "calls of a block compute the same slots, whatever those before them have filled"
     LATER_READS = "a token also attends to what later tokens of its call select"
@@ -53,6 +54,7 @@ PROVIDED = frozenset(
         Invariant.PROBABILITIES,
         Invariant.DRAFT_MODEL,
         Invariant.LAYERS_BY_CALL,
+        Invariant.BRANCHES_BY_CALL,
         Invariant.COARSE_READS,
         Invariant.LATER_READS,
     }

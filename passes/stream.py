@@ -52,6 +52,11 @@ class Stream:
 
     def inside(self, index: int, x: Tensor, nodes: Sequence[fx.Node]) -> list[Tensor]:
         """Values of nodes of a layer's own graph, of x [n,T,E] before it."""
+        return self._inside(index, x, nodes, {})
+
+    def _inside(
+        self, index: int, x: Tensor, nodes: Sequence[fx.Node], known: Mapping[fx.Node, Tensor]
+    ) -> list[Tensor]:
         call = self.calls[index]
         region = call.target
         assert isinstance(region, Region)
@@ -59,7 +64,18 @@ class Stream:
         names = [str(h.target) for h in region.graph.find_nodes(op="placeholder")]
         arguments = map_arg(call.args, values.__getitem__)
         inputs = dict(zip(names, arguments, strict=True))
-        return evaluate(nodes, self.params, inputs, None, self._value_of)
+        return evaluate(nodes, self.params, inputs, known, self._value_of)
+
+    def without(self, index: int, x: Tensor, off: Sequence[fx.Node]) -> Tensor:
+        """The stream behind a layer in whose graph some nodes, of the stream's size, are 0; x [n,T,E] is before it."""
+        call = self.calls[index]
+        region = call.target
+        assert isinstance(region, Region)
+        (out,) = region.graph.find_nodes(op="output")
+        found: Tensor = self._inside(
+            index, x, [out.args[0][0]], dict.fromkeys(off, torch.zeros_like(x))
+        )[0]
+        return found
 
     def logits(self, x: Tensor) -> Tensor:
         """[n,T,V], of the stream [n,T,E] behind the last layer."""

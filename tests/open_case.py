@@ -63,8 +63,8 @@ class Tables:
     def __exit__(self, *_):
         self.close()
 
-    def run(self, tokens, lengths=None, *, last_only=False, run_layers=None, coarse=False):
-        says = self.less if coarse or run_layers is not None else self.says
+    def run(self, tokens, lengths=None, *, last_only=False, coarse=False, **less):
+        says = self.less if coarse or less else self.says
         counts = np.full(self.batch, tokens.shape[1]) if lengths is None else np.asarray(lengths)
         width = 1 if last_only else tokens.shape[1]
         out = np.zeros((self.batch, width, self.vocab_size), np.float32)
@@ -163,7 +163,8 @@ class Opened:
             Row(np.array(prompt), world.sampler, None, limit=length, max_context=64)  # type: ignore[arg-type]
             for prompt in self.prompts
         ]
-        facts = SimpleNamespace(depth=SimpleNamespace(plan=[0, 0]), layers=[], parameters=1)
+        depth = SimpleNamespace(plan=[0, 0], mlp=[0, 0])
+        facts = SimpleNamespace(depth=depth, layers=[], parameters=1, vocab_size=size)
         masks = Diffusion(size, shift=True)  # if it fills any
         own = SimpleNamespace(kv=None, diffusion=masks, max_batch=self.batch)
         beside = SimpleNamespace(session=self.session, tokenizer=None, facts=own)

@@ -34,6 +34,7 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
     Invariant.PROBABILITIES: ("tree=dyspec", "draft=token-recycling", "static for dyspec"),
     Invariant.DRAFT_MODEL: ("length=specdec-pp", "draft=iad", "cost-optimal for specdec-pp"),
     Invariant.LAYERS_BY_CALL: ("draft=layerskip", "depth=shortgpt", "for layerskip"),
+    Invariant.BRANCHES_BY_CALL: ("draft=draft-verify", "depth=by-call", "by-branch for by-call"),
     Invariant.COARSE_READS: ("draft=quantspec", "kv.codec=kv-int8", "for quantspec"),
     Invariant.EVERY_TOKEN_RUNS: (
         "loop=contrastive",

@@ -24,6 +24,7 @@ class ByBranch(Base):
 
     grade = "lossless"
     breaks = frozenset({Invariant.ALL_LAYERS_RUN})
+    provides = frozenset({Invariant.LAYERS_BY_CALL, Invariant.BRANCHES_BY_CALL})
 
     def run(self, program: Program) -> Report:
         calls = branch_conditions(program, NESTED)

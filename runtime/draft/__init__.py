@@ -125,6 +125,9 @@ class Base(Method):
         """Other axes whose methods it works with, and the one that is taken where a recipe names none."""
         return {}
 
+    def fit(self, model: Any) -> None:
+        """Raises InputError where what it goes by was made for another model than sessions are of (`loop.Model`)."""
+
     def store(self, facts: Facts, tokenizer: Tokenizer | None) -> Any:
         """What the drafters of a loaded model share from request to request (`context.store`), made once: what they
         remember, or data that they read. None: nothing, so that drafts depend on the request alone. Its `bytes` have a

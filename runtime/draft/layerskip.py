@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.ir.axis import option
 from accel.ir.errors import InputError
@@ -16,10 +15,8 @@ from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
-from accel.runtime.draft._by_self import BySelf
+from accel.runtime.draft._by_self import BySelf, Layers, layers_by_call
 from accel.runtime.session.session import Session
-
-Layers = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -44,12 +41,7 @@ class LayerSkip(Base):
 
     def layers(self, context: DecodeContext) -> Layers:
         """Which layers draft [L]."""
-        depth = None if context.model is None else context.model.facts.depth
-        if depth is None:
-            raise InputError(
-                "draft.layerskip needs a model whose calls can skip layers; build with depth = by-call"
-            )
-        count = len(depth.plan)
+        count = layers_by_call(context, self.full_name)
         last = self.exit or max(1, count // 4)
         if not 0 < last < count:
             raise InputError(

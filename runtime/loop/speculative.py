@@ -75,6 +75,7 @@ class _Rounds(Rounds):
         self._chances = [Chance(row.rng) for row in rows]
         begin_figures(rows)
         if context.model is not None:
+            self._draft.fit(context.model)
             context.methods["length"].fit(context.model)
         self._drafters: Drafters = self._draft.open(session, self._rows, context)
         draft_cost, costs = self._drafters.draft_cost, context.costs

@@ -164,6 +164,14 @@ def layers_by_call(model, near=NEAR):
             raise AssertionError(error) from error
 
 
+def branches_by_call(model, near=NEAR):
+    with prompted(model) as session:
+        try:
+            session.run(ROWS[:, :1], run_mlp=np.arange(LAYERS) != 1)
+        except InputError as error:
+            raise AssertionError(error) from error
+
+
 def all_layers_run(model, near=NEAR):
     assert not holds(layers_by_call, model, near)
 
@@ -223,6 +231,7 @@ TRIALS: dict[Invariant, Callable] = {
     Invariant.HEADS_LEVEL: heads_level,
     Invariant.ALL_LAYERS_RUN: all_layers_run,
     Invariant.LAYERS_BY_CALL: layers_by_call,
+    Invariant.BRANCHES_BY_CALL: branches_by_call,
     Invariant.PLAIN_KEYS: plain_keys,
     Invariant.FULL_ATTENTION: full_attention,
     Invariant.ROW_PRIVATE: row_private,

@@ -1,0 +1,161 @@
+"""What drafters hold to that run the model itself for less: on a small model, drafts of valid ids that are no longer
+than was asked for and that rows do not share, and a session that is afterwards as if nothing had been drafted.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from accel.ir.axis import Axis
+from accel.ir.errors import InputError
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.draft._by_self import BySelf
+from accel.runtime.draft.layerskip import LayerSkip
+from accel.runtime.length.fixed import Fixed
+from accel.runtime.sample import Distribution
+from accel.runtime.speculation.round_cost import unmeasured_cost
+from accel.runtime.tree import NONE
+from accel.runtime.tree.chain import Chain
+from accel.runtime.verify import Verdict
+from accel.runtime.verify.sample_match import SampleMatch
+
+from ..draft_case import rows_of
+from ..prefill_case import TOKENS, built
+
+AXIS = Axis("draft", "accel.runtime.draft")
+ITSELF = [name for name in AXIS.names() if AXIS.method(name).needs]
+PROMPT, ROUNDS = 12, 4
+LIMITS = ({0: 3, 1: 1}, {1: 4}, {}, {0: 2, 1: 5})
+
+
+def model_of(method):
+    needs = {axis: {"use": use} for axis, use in method.needs.items()}
+    return built("llama", tables={"draft": {"use": method.use}, **needs})
+
+
+def opened(method, model, prompts):
+    """A session that holds prompts, their rows, and its drafters."""
+    session = model.session(len(prompts))
+    session.prompt(prompts)
+    rows = rows_of(prompts)
+    methods = {"tree": Chain(), "verify": SampleMatch(), "length": Fixed(9)}
+    drafters = method.open(session, rows, DecodeContext(methods, None, model))
+    for row, line in zip(rows, prompts, strict=True):
+        row.accept(int(line[0]) + 1, None)
+    return session, rows, drafters
+
+
+def drafted(method, model, prompts, numbers):
+    """Of rounds, the drafts of rows that are `numbers` in `LIMITS`; each round takes one token."""
+    session, rows, drafters = opened(method, model, prompts)
+    paces, found = Fixed(9).open(rows, unmeasured_cost), []
+    with session:
+        for limits in LIMITS:
+            mine = {i: limits[n] for i, n in enumerate(numbers) if n in limits}
+            lengths = session.lengths.tolist()
+            with session.fork() as never:
+                trees = drafters.draft(mine, paces)
+                assert session.lengths.tolist() == lengths, "it left tokens"
+                column = np.array([[row.seen[-1]] for row in rows])
+                got, want = session.run(column), never.run(column)
+            assert np.array_equal(got, want), "it changed what the cache holds"
+            assert trees.keys() <= mine.keys()
+            for i, tree in trees.items():
+                assert len(tree) <= mine[i], "too long"
+                assert (
+                    not len(tree)
+                    or 0 <= tree.tokens.min() <= tree.tokens.max() < model.facts.vocab_size
+                )
+            for i, row in enumerate(rows):
+                tree = trees.get(i, NONE)
+                drafters.observe(i, tree, Verdict((), int(got[i, 0].argmax())), got[i])
+                row.accept(int(got[i, 0].argmax()), None)
+            found.append([trees.get(i, NONE).tokens.tolist() for i in range(len(rows))])
+    return found
+
+
+def law(method):
+    model, prompts = model_of(AXIS.build(method.use)), TOKENS[:2, :PROMPT]
+    both = drafted(method, model, prompts, (0, 1))
+    assert any(map(any, both)), "it never drafts"
+    for n in (0, 1):
+        alone = drafted(method, model, prompts[n : n + 1], (n,))
+        assert [round_[n] for round_ in both] == [round_[0] for round_ in alone], (
+            "rows share something"
+        )
+
+
+@pytest.mark.parametrize("name", ITSELF)
+def test_every_drafter_that_runs_the_model_itself(name):
+    law(AXIS.build(name))
+
+
+@dataclass(frozen=True)
+class Broken(LayerSkip):
+    how: str = ""
+
+    @property
+    def use(self):
+        return "layerskip"
+
+    def open(self, session, rows, context):
+        changed = {name: way for name, way in vars(Wrong).items() if name == self.how}
+        kind = type("Broken", (BySelf,), changed)
+        return kind(session, rows, context, 0.5, run_layers=self.layers(context))
+
+
+class Wrong(BySelf):
+    """Mistakes, each in place of what it is called by."""
+
+    def done(self):
+        """It leaves what it drafted."""
+
+    def most(self, row, limit):
+        return limit + 1
+
+    def said(self, row, logits, seen):
+        """It says ids beyond the vocabulary."""
+        found = self.rows[row].sampler.distribution(logits, seen)
+        return Distribution(found.tokens + self._vocab, found.weights)
+
+    def further(self, tokens):
+        """It says of each row what follows the first one's."""
+        logits = BySelf.further(self, tokens)
+        return np.repeat(logits[:1], len(logits), 0)
+
+    def first(self, rows):
+        """A draft begins by writing the last token once more."""
+        logits = BySelf.first(self, rows)
+        self._session.rewind(self._held - 1)
+        tokens = np.array([[row.seen[-1]] for row in self.rows])
+        self._session.run(tokens)
+        return logits
+
+
+@pytest.mark.parametrize("how", ["done", "most", "said", "further", "first"])
+def test_a_broken_one_is_caught(how):
+    law(Broken())
+    with pytest.raises((AssertionError, InputError)):  # what is no id, the session refuses too
+        law(Broken(how=how))
+
+
+def test_what_a_draft_says_changes_between_drafts_only():
+    """A drafter that changes its plan while it drafts; its calls say the first until the draft is whole."""
+    plans = [np.array([True, False, True]), np.array([True, False, False])]
+
+    class Changes(BySelf):
+        def further(self, tokens):
+            said.append(self._says["run_layers"].tolist())
+            logits = BySelf.further(self, tokens)
+            self.less = {"run_layers": plans[1]}
+            return logits
+
+    said, method = [], LayerSkip()
+    object.__setattr__(method, "open", lambda s, r, c: Changes(s, r, c, 0.5, run_layers=plans[0]))
+    session, rows, drafters = opened(method, model_of(LayerSkip()), TOKENS[:2, :PROMPT])
+    with session:
+        for _ in range(2):
+            drafters.draft({0: 2, 1: 2}, Fixed(9).open(rows, unmeasured_cost))
+    one, other = (plan.tolist() for plan in plans)
+    assert said == [one] * 2 + [other] * 2
