@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from accel.compiler.over_state import over_state
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs import draft_verify as runs
 from accel.compiler.train.source import Source
+from accel.ir.capture.capture import capture
 from accel.ir.depth import RUN_ATTN, RUN_MLP
 from accel.ir.errors import InputError
 from accel.passes.depth.sublayer_skip import ATTENTION, MLP, influence
@@ -166,7 +168,8 @@ def test_costs_are_the_weights_that_are_read(search):
     whole = LAYERS * (attention + mlp) + head
     with torch.no_grad():
         for left_out, gone in (({(RUN_ATTN, 2)}, attention), ({(RUN_MLP, 2)}, mlp)):
-            assert search.tried(frozenset(left_out)).cost == pytest.approx(1 - gone / whole)
+            cost = search.tried(frozenset(left_out)).cost  # norms that sums come with aside
+            assert cost == pytest.approx(1 - gone / whole, abs=1e-3)
 
 
 def test_the_expected_speed_is_that_of_many_rounds():
@@ -202,7 +205,7 @@ def test_branches_are_left_out_one_by_one_and_the_best_plan_stays(search, monkey
 
 
 def test_what_changes_the_stream_least_is_tried_first(search):
-    found = influence(search.program, search.calls, search.found, TEXT[:1])
+    found = influence(search.program, search.calls, search.parts, TEXT[:1])
     kinds = {RUN_ATTN: ATTENTION, RUN_MLP: MLP}
     order = [found[kinds[kind], i] for kind, i in search.proposals]
     assert order == sorted(order) and len(order) == 2 * (LAYERS - 1)
@@ -212,7 +215,7 @@ def test_a_part_is_searched_written_and_read(monkeypatch, tmp_path):
     """Of the module of the tests: the file holds the plan of the search, and is for that model."""
 
     class Loaded(Source):
-        program = built("llama:4", tables={}).program
+        program = over_state(capture(module_of(LAYERS), max_context=64))
 
     rows = iter([(torch.cat([TEXT, TEXT[:, :1]], 1), torch.ones_like(TEXT))] * 9)
     source = Loaded(Path("x"), None, None, lambda *_: None, lambda _: None, lambda *_: rows)
