@@ -114,9 +114,10 @@ class Superposed(Base):
                 return
             widest = max(len(group.alive) for group in groups)
             last, weights = np.zeros((2, len(groups), widest))
-            for n, group in enumerate(groups):
-                last[n, : len(group.alive)] = [draft.tokens[-1] for draft in group.alive]
-                weights[n, : len(group.alive)] = group.weights
+            for n in np.flatnonzero(live):
+                alive = groups[n].alive
+                last[n, : len(alive)] = [draft.tokens[-1] for draft in alive]
+                weights[n, : len(alive)] = groups[n].weights
             ids = last.astype(np.int64)
             mixed = np.einsum("gd,gde->ge", weights, session.embed(ids))[:, None]
             logits = session.run(ids[:, :1], live.astype(np.int64), embeds=mixed)[:, 0]

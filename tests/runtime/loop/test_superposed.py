@@ -113,6 +113,14 @@ def test_drafts_that_end_are_set_aside(module):
     assert any(draft[-1] == eos for draft in found)
 
 
+def test_a_prompt_whose_drafts_are_over_leaves_others_as_they_are(module):
+    eos = [draft[0] for draft in published(module, PROMPTS[0], 1, 3)]
+    with build(module) as made:
+        alone = [made.generate(prompt, NEW, eos=eos).tokens[0] for prompt in PROMPTS]
+        assert made.generate(PROMPTS, NEW, eos=eos).tokens == alone
+    assert [len(tokens) for tokens in alone] == [1, 2, NEW]
+
+
 def test_equal_weights_are_caught(module, monkeypatch):
     """The control: drafts that weigh the same in a mixture give other texts."""
     even = property(lambda group: np.full(len(group.alive), 1 / len(group.alive)))
