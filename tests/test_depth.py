@@ -108,7 +108,7 @@ def test_a_recurrent_state_is_refused():
 
 
 def test_the_first_exit_that_is_sure_enough_is_taken(deep):
-    module, compiled = deep("llama", use="calm", first=1, every=1)
+    module, compiled = deep("llama", use="calm", first=1, every=1, threshold=NEVER)
     depths = {n: oracle(module, TOKENS[:1, :10], _ran(n))[:, -1:] for n in range(1, LAYERS + 1)}
     gaps = [_gap(depths[n]) for n in range(1, LAYERS)]
     found = []
@@ -130,7 +130,7 @@ def _ran(depth):
 
 
 def test_the_first_sure_exit_is_taken_by_all_rows_or_by_none(deep):
-    _, compiled = deep("llama", use="calm", first=1, every=1)
+    _, compiled = deep("llama", use="calm", first=1, every=1, threshold=NEVER)
     with compiled.session(2) as both:
         both.run(TOKENS[:, :9])
         got = both.run(TOKENS[:, 9:10], threshold=0.1)

@@ -50,7 +50,7 @@ class Calm(Base):
 
     A `threshold` of 0 is measured on the calibration text: the least at which a share of at least `agreement` of all
     tokens are those of the whole model, with a `probability` that holds for text like it (the tokens before one have
-    run all layers). Where there is none, the model stays as it is.
+    run all layers). Where there is none, the model has no exits.
     """
 
     threshold: float = option(0.0, least=0)
@@ -72,9 +72,10 @@ class Calm(Base):
                 f"calm: no exit after layer {first} of {count}; give a first below {max(count, 2)}"
             )
         threshold = self.threshold or self._measured(program, exits)
-        if threshold is None:
-            return Report(refused=["no token may leave early: see the notes"])
         calls = conditions(program, PROPAGATE)
+        if threshold is None:  # a call may still say which layers run
+            program.facts.depth = Depth((True,) * count, PROPAGATE)
+            return Report(changed=len(calls))
         limit = Editor(program, program.step.graph).placeholder(THRESHOLD, (), torch.float32)
         program.step.defaults[THRESHOLD] = torch.tensor(NEVER)
         head = _head(program) if self.by == SOFTMAX else []
@@ -106,7 +107,7 @@ class Calm(Base):
         where = f"by {count:,} tokens of the calibration text"
         if not left.numel():
             program.facts.notes.append(
-                f"calm: left out, for at no threshold does it hold that {holds} ({where}); give a threshold, "
+                f"calm: no exits, for at no threshold does it hold that {holds} ({where}); give a threshold, "
                 "more text, less agreement, or a model that was trained for early exits"
             )
         else:

@@ -72,7 +72,7 @@ def test_a_plan_runs_its_layers_and_no_others(name, cache, deep):
 @pytest.mark.parametrize(("name", "cache"), [*JOINTS[:2], ("llama", "calm")])
 def test_onnx_is_the_eager_oracle_for_any_plans(name, cache, deep):
     method = (
-        {"use": "calm", "first": 1, "every": 1}
+        {"use": "calm", "first": 1, "every": 1, "threshold": NEVER}
         if cache == "calm"
         else {"use": "unified-skip", "cache": cache}
     )
@@ -195,7 +195,7 @@ def test_a_model_without_conditions_takes_no_plan(deep):
 
 
 def test_a_nan_is_no_threshold(deep):
-    with deep("llama", use="calm", first=1, every=1)[1].session() as session:
+    with deep("llama", use="calm", first=1, every=1, threshold=NEVER)[1].session() as session:
         for value in (float("nan"), "0.5", True):
             with pytest.raises(InputError, match="threshold is"):
                 session.run(TOKENS[:1], threshold=value)

@@ -111,7 +111,7 @@ def told(compiled: accel.CompiledModel, tokens: int) -> str:
     if depth is None or depth.threshold is not None:
         note = next(n for n in compiled.report["notes"] if n.startswith(("calm", "ffn-skip")))
         found = re.search(r"\d+% leave early|leave out \d+%", note)
-        return f"all, {found[0]}" if found else "all: left out"
+        return f"all, {found[0]}" if found else "all: no exits"
     return f"{mean(sum(depth.plan_at(n)) for n in range(tokens)):.1f}"
 
 

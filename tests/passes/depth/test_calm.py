@@ -214,8 +214,8 @@ def test_a_build_measures_its_threshold_and_tells_what_holds():
         in program.facts.notes[-1]
     )
     program = built(text[:2])
-    assert program.facts.depth is None and "threshold" not in program.step.inputs
-    assert program.facts.notes[-1].startswith("calm: left out, for at no threshold")
+    assert program.facts.depth.threshold is None and "threshold" not in program.step.inputs
+    assert program.facts.notes[-1].startswith("calm: no exits, for at no threshold")
 
 
 @pytest.mark.parametrize(
