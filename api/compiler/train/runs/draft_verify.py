@@ -182,13 +182,13 @@ class Search:
 
 
 def costs(
-    program: Program, calls: Sequence[fx.Node], found: Sequence[Branches]
+    program: Program, calls: Sequence[fx.Node], layered: Sequence[Branches]
 ) -> tuple[dict[Branch, float], float]:
     """The numbers of weights of each branch, and of all that a step reads: branches and the head. What several layers
     read counts for none.
     """
     reads: dict[Branch, set[str]] = {}
-    for index, of in enumerate(found):
+    for index, of in enumerate(layered):
         for kind, terms in ((RUN_ATTN, of.attention), (RUN_MLP, of.mlp)):
             members = [node for term in terms for node in of.members(term)]
             reads[kind, index] = _weights(p for node in members for p in node.all_input_nodes)
