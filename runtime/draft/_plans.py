@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ class Plan:
         )
 
     @property
-    def controls(self) -> dict[str, Flags]:
+    def controls(self) -> dict[str, Any]:
         """What a call says that runs it (`Session.run`)."""
         return {RUN_ATTN: self.attn, RUN_MLP: self.mlp}
 

@@ -204,7 +204,7 @@ def test_branches_are_left_out_one_by_one_and_the_best_plan_stays(search, monkey
 
 
 def test_what_changes_the_stream_least_is_tried_first(search):
-    found = influence(search.program, search.calls, search.parts, TEXT[:1])
+    found = influence(search.program, search.calls, search.layered, TEXT[:1])
     kinds = {RUN_ATTN: ATTENTION, RUN_MLP: MLP}
     order = [found[kinds[kind], i] for kind, i in search.proposals]
     assert order == sorted(order) and len(order) == 2 * (LAYERS - 1)

@@ -101,10 +101,10 @@ class Search:
     def __init__(self, program: Program, tokens: Tensor):
         self.program, self.tokens = program, tokens
         self.calls = layers(program)
-        self.parts = [branches(program, call) for call in self.calls]
+        self.layered = [branches(program, call) for call in self.calls]
         rows = max(1, AT_ONCE // tokens.shape[1])
         self.streams = [Stream(program, self.calls, part) for part in tokens.split(rows)]
-        self._branch_costs, whole = costs(program, self.calls, self.parts)
+        self._branch_costs, whole = costs(program, self.calls, self.layered)
         self._whole = whole
         self._before: list[
             list[Tensor]
@@ -119,7 +119,7 @@ class Search:
     @property
     def proposals(self) -> list[Branch]:
         """All branches but those of the first layer, first those that change the stream least."""
-        found = influence(self.program, self.calls, self.parts, self.tokens[:1])
+        found = influence(self.program, self.calls, self.layered, self.tokens[:1])
         order = sorted(found, key=lambda one: found[one])
         return [(RUN_ATTN if kind == ATTENTION else RUN_MLP, i) for kind, i in order if i]
 
@@ -174,7 +174,7 @@ class Search:
 
     def _layer(self, stream: Stream, index: int, x: Tensor, left_out: Collection[Branch]) -> Tensor:
         """The stream behind a layer without some branches."""
-        of, off = self.parts[index], list[fx.Node]()
+        of, off = self.layered[index], list[fx.Node]()
         for kind, terms in ((RUN_ATTN, of.attention), (RUN_MLP, of.mlp)):
             if (kind, index) in left_out:
                 off += [term.value for term in terms]
@@ -182,13 +182,13 @@ class Search:
 
 
 def costs(
-    program: Program, calls: Sequence[fx.Node], parts: Sequence[Branches]
+    program: Program, calls: Sequence[fx.Node], layered: Sequence[Branches]
 ) -> tuple[dict[Branch, float], float]:
     """The numbers of weights of each branch, and of all that a step reads: branches and the head. What several layers
     read counts for none.
     """
     reads: dict[Branch, set[str]] = {}
-    for index, of in enumerate(parts):
+    for index, of in enumerate(layered):
         for kind, terms in ((RUN_ATTN, of.attention), (RUN_MLP, of.mlp)):
             members = [node for term in terms for node in of.members(term)]
             reads[kind, index] = _weights(p for node in members for p in node.all_input_nodes)
