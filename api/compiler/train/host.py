@@ -57,16 +57,17 @@ def learn(
     optimiser = torch.optim.AdamW(changed, lr=rate, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     least, best = float("inf"), list[Tensor]()
-    for step in range(steps):
-        optimiser.zero_grad()
-        loss().backward()
-        optimiser.step()
-        schedule.step()
-        if check is not None and step % CHECKED == CHECKED - 1:
+    for step in range(steps + 1):
+        if check is not None and step % CHECKED == 0:
             with torch.no_grad():
                 found = float(check())
             if found < least:
                 least, best = found, [tensor.detach().clone() for tensor in changed]
+        if step < steps:
+            optimiser.zero_grad()
+            loss().backward()
+            optimiser.step()
+            schedule.step()
     for tensor in changed:
         tensor.requires_grad_(False)
     for tensor, then in zip(changed, best, strict=False):

@@ -207,6 +207,22 @@ def test_a_probe_learns_the_share_of_right_samples():
     assert np.abs(told[::-1] - share[held].numpy()).mean() > 0.1, "a control"
 
 
+def test_a_probe_of_what_tells_nothing_is_the_constant():
+    """Of more numbers than examples it would else learn these by heart."""
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.standard_normal((60, 90)).astype(np.float32))
+    share = torch.from_numpy((rng.random(60) < 0.2).astype(np.float32))
+    held = torch.arange(60) % 4 == 0
+    options = trainer.TrainOptions(inner=8, rate=1e-2)
+    probe = trainer.taught(AdaptiveBok(), x, share, held, options)
+    chances = AdaptiveBok.odds(probe, x[held]).sigmoid()
+
+    def loss(told):
+        return float(torch.nn.functional.binary_cross_entropy(told, share[held]))
+
+    assert loss(chances) <= loss(share[~held].mean().expand_as(chances)) + 1e-6
+
+
 @pytest.mark.long
 def test_a_probe_is_made_by_the_command(folder, tmp_path):
     text, out = tmp_path / "text", tmp_path / "part.safetensors"

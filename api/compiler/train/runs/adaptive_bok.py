@@ -98,12 +98,15 @@ def taught(
     method: AdaptiveBok, x: Tensor, share: Tensor, tested: Tensor, options: TrainOptions
 ) -> dict[str, Tensor]:
     """A probe that learnt from hidden states [N,E] which share of samples is right [N], but for those `tested` [N], by
-    which it is known when to stop. It reads states as they are: that they are learnt from less their mean, over their
+    which it is known when to stop. It begins as the constant that is best, and stays it where learning gains nothing on
+    those tested. It reads states as they are: that they are learnt from less their mean, over their
     deviation, is made part of its first product.
     """
     middle, spread = x.mean(0), x.std(0).clamp(min=1e-6)
     generator = torch.Generator().manual_seed(options.seed)
     probe = begun(method.sizes(x.shape[1], options.inner), generator)
+    probe["last"].zero_()
+    probe["last.bias"].fill_(float(torch.logit(share[~tested].mean(), eps=1e-6)))
     odds, plain = method.odds, (x - middle) / spread
 
     def loss(some: Tensor) -> Tensor:
