@@ -79,7 +79,7 @@ def _join(first: fx.Node, second: fx.Node) -> None:
     one, two = first.target, second.target
     assert isinstance(one, Region) and isinstance(two, Region)
     (last,) = two.graph.find_nodes(op="output")
-    last.args = ((last.args[0][0],),)  # type: ignore[index]
+    last.args = ((last.args[0][0],),)
     remove_dead(two.graph)
     (out,) = one.graph.find_nodes(op="output")
     stream, *results = out.args[0]
