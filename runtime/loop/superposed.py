@@ -114,7 +114,7 @@ class Superposed(Base):
                 return
             widest = max(len(group.alive) for group in groups)
             last, weights = np.zeros((2, len(groups), widest))
-            for n in np.flatnonzero(live):
+            for n in np.flatnonzero(live).tolist():
                 alive = groups[n].alive
                 last[n, : len(alive)] = [draft.tokens[-1] for draft in alive]
                 weights[n, : len(alive)] = groups[n].weights
