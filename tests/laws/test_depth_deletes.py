@@ -92,6 +92,7 @@ def test_a_text_that_orders_no_layers_is_refused(name):
         method.run(program_of(LAYERS, torch.arange(4)[:, None]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_shows_what_it_does(name):
     """Shares of the work that grow, more than one: an order takes minutes on a large model."""
@@ -151,7 +152,7 @@ def test_recurrent_layers_go_with_their_state(name):
         assert far(built.logits(tokens), want) < 1e-4
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "use",
     ["kv.codec=kivi", "kv.reuse=pie", "kv.reuse=cacheblend", "prefill.ranks=cp-ring"],

@@ -61,6 +61,7 @@ def law_rows(name, loop):
         assert len(set(map(str, together))) > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_row_gets_what_it_gets_alone(name):
     law_rows(name, AXIS.build(name, **AXIS.small(name)))

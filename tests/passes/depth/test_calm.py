@@ -57,6 +57,7 @@ def left_after(depth, tokens):
     return ran
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["eager", "onnx"])
 def test_a_token_leaves_after_the_first_layer_that_leaves_it_as_it_is(target):
     """Of two rows after the first where both are: a batch never leaves before its rows do. The control: one deeper."""

@@ -86,6 +86,7 @@ def ran_by(session, tokens, **controls):
     return np.concatenate(found, 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "target", "warmup"),
     [("llama", "eager", 0), ("llama", "onnx", 3), ("gpt_neox", "onnx", 0)],
@@ -121,6 +122,7 @@ def test_every_layer_has_keys_of_every_token():
         assert far(got, want) < 1e-4
 
 
+@pytest.mark.long
 def test_a_build_measures_the_threshold_at_which_the_share_is_left_out(monkeypatch):
     monkeypatch.setattr(_threshold, "TOKENS", 96)
     text = torch.from_numpy(np.random.default_rng(6).integers(3, 90, (4, 24)))

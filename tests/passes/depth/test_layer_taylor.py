@@ -28,6 +28,7 @@ def gradients(module, text):
     return [{n: (p.detach(), p.grad) for n, p in layer.named_parameters()} for layer in stack]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
 def test_saliency_is_that_of_plain_gradients(name):
     program = program_of(LAYERS, TEXT, name)

@@ -123,6 +123,7 @@ def test_a_saved_session_goes_on_where_its_plans_are(built, tmp_path):
     assert np.array_equal(got, want)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", ["nested", "propagate"])
 def test_rows_at_other_distances_run_the_layers_of_both(cache, built):
     """But for those that one of them lacks, where caches are nested."""
@@ -203,6 +204,7 @@ def test_schedules_without_layers_are_refused(options, words):
         Skipdecode(**options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"max_layers": 7}, {"min_layers": 7}, {"warmup": 3}])
 def test_a_schedule_of_more_layers_than_there_are_is_refused(options):
     with pytest.raises(PassError, match="skipdecode: of 6 layers"):

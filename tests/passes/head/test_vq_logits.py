@@ -46,6 +46,7 @@ def by_groups(module, params, rerank):
     return found, want
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama", "phi"])
 @pytest.mark.parametrize("rerank", [0, 6])
 def test_logits_are_those_of_the_rule(name, rerank):

@@ -74,6 +74,7 @@ def test_the_recipe_drafts_as_transformers_does():
     assert methods["length"] == DraftVerify(most=20, threshold=0.4, step=0.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exit_", EXITS)
 def test_rounds_are_those_of_transformers(sure, model, exit_, monkeypatch):
     """Of prompts with the token that follows them, from which both draft first."""
