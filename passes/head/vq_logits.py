@@ -101,9 +101,10 @@ class VqLogits(Base):
         """The codes [K,E], the code of each token [V], the tokens of each code [K,M], their spread [K]."""
         calibration = calibration_of(program)
         text = calibration.tokens[:, : program.facts.max_context]
+        text = text[: max(1, self.tokens // text.shape[1])]
         moments = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
         with torch.no_grad():
-            for row in text[: max(1, self.tokens // text.shape[1])].split(1):
+            for row in text.split(1):
                 (states,) = evaluate([x], program.params, feeds(program, "step", row))
                 flat = states.flatten(0, 1).double()
                 moments += flat.mT @ flat / len(flat)
