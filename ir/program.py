@@ -121,15 +121,22 @@ def _copied(graph: fx.Graph, regions: dict[Region, Region]) -> fx.Graph:
     return new
 
 
-def execute(graph: fx.Graph, params: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
-    """Run a whole graph; a parameter is read by each use, and values are freed after their last."""
+def execute(
+    graph: fx.Graph,
+    params: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
+    value_of: ValueOf | None = None,
+) -> Any:
+    """Run a whole graph; a parameter is read by each use, and values are freed after their last. value_of: what
+    computes a node, in place of `compute`.
+    """
     values: dict[fx.Node, Any] = {}
     last = last_uses(graph)
     for node in graph.nodes:
         if node.op == "output":
             return map_arg(node.args[0], lambda n: operand(n, params, values))
         if node.op != "get_attr":
-            values[node] = compute(node, params, inputs, values)
+            values[node] = (value_of or compute)(node, params, inputs, values)
         for dead in last.get(node, ()):
             values.pop(dead, None)
     raise ValueError("the graph returns nothing")

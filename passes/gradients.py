@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from accel.ir.ops.op import REFERENCES
 from accel.ir.ops.rope import rope
-from accel.ir.program import Program, compute, last_uses, operand
+from accel.ir.program import Program, compute, execute, operand
 from accel.ir.region import Conditional, Region
 from accel.passes.stream import Stream
 
@@ -25,16 +25,7 @@ class References:
         self, graph: fx.Graph, params: Mapping[str, Tensor], inputs: Mapping[str, Any]
     ) -> Any:
         """What a graph returns."""
-        values: dict[fx.Node, Any] = {}
-        last = last_uses(graph)
-        for node in graph.nodes:
-            if node.op == "output":
-                return map_arg(node.args[0], lambda n: operand(n, params, values))
-            if node.op != "get_attr":
-                values[node] = self.value(node, params, inputs, values)
-            for dead in last.get(node, ()):
-                values.pop(dead, None)
-        raise ValueError("the graph returns nothing")
+        return execute(graph, params, inputs, self.value)
 
     def value(
         self,

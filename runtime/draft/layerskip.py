@@ -15,7 +15,7 @@ from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
-from accel.runtime.draft._by_self import BySelf, Layers, layers_by_call
+from accel.runtime.draft._by_self import BySelf, Layers, cost_of, layers_by_call
 from accel.runtime.session.session import Session
 
 
@@ -36,8 +36,8 @@ class LayerSkip(Base):
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         layers = self.layers(context)
-        share = float(layers.mean())  # and the head
-        return BySelf(session, rows, context, share, run_layers=layers)
+        cost = cost_of(context, float(layers.mean()))
+        return BySelf(session, rows, context, cost, run_layers=layers)
 
     def layers(self, context: DecodeContext) -> Layers:
         """Which layers draft [L]."""
