@@ -8,6 +8,7 @@ import pytest
 import accel
 from accel.ir.errors import RecipeError
 from accel.runtime.decode.sampling_params import SamplingParams
+from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.schedule import Limits, State, Task
 from accel.runtime.schedule.nexus import Nexus
 from accel.runtime.serve.batcher import Batcher
@@ -90,9 +91,11 @@ def model(toy, tmp_path_factory):
         yield model
 
 
-def test_drafts_go_on_beside_prompts(toy, tmp_path):
+def test_drafts_go_on_beside_prompts(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(CompiledModel, "costs", None)  # nothing weighs whether drafts pay
+    repeats = Request(np.tile(np.arange(1, 8), 6), SamplingParams(max_tokens=24))
     with opened(toy, tmp_path / "drafts", **DRAFTS) as model, Engine(model) as engine:
-        served(model, engine, asked())
+        served(model, engine, [repeats, *asked()])
         assert engine.stats["drafted_total"] > 0
 
 
