@@ -25,7 +25,7 @@ def over(count, *stretches):
     return np.stack([p for n, p in stretches for _ in range(n)], 1)[:, :count]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_branches_that_are_off_add_nothing(name, deep):
     module, compiled = deep(name, use="by-branch")

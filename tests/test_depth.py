@@ -263,6 +263,7 @@ def test_no_share_deletes_nothing(deep):
 # lowering
 
 
+@pytest.mark.long
 def test_weights_of_few_bits_and_fused_operators_stay_so_within_the_branches(deep):
     module, _ = deep("llama")
     recipe = {

@@ -227,6 +227,7 @@ def assisted(module, assistant, prompt, count, drafts):
     return out[0, len(prompt) :].tolist(), len(calls)
 
 
+@pytest.mark.long
 def test_it_takes_as_many_calls_as_transformers(modules, built, monkeypatch):
     """Their first call drafts already, where ours runs the prompt alone; they may overshoot, which is cut here."""
     monkeypatch.setattr("accel.runtime.length.fixed.Fixed.limit", lambda self: 4)

@@ -129,7 +129,7 @@ def test_fewer_dimensions(model):
             model.embed(TEXTS, dimensions=wrong)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 @pytest.mark.parametrize("kind", ["bert", "roberta", "llama"])
 def test_each_pooling_of_encoders_and_decoders(kind, pooling):

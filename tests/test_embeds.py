@@ -18,7 +18,7 @@ def build(module, target, recipe=RECIPE):
     return accel.optimize(module, recipe, target=target, max_context=32, max_batch=2)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, target",
     [("llama", "eager"), ("llama", "onnx"), ("gpt2", "onnx"), ("gemma2", "onnx")],

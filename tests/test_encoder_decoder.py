@@ -101,6 +101,7 @@ def law_of_steps(model, sources, tokens, want, encode=None):
             assert_close(other.run(tokens[:, 7:]), want[:, 7:])
 
 
+@pytest.mark.few(1)
 def test_logits_are_the_modules(built):
     sources, tokens = sources_of(built), tokens_of(built)
     want = reference(built, sources, tokens)

@@ -98,7 +98,7 @@ def test_an_example_is_what_the_entry_takes(build, built):
         assert list(program.run(name, given)) == entry.outputs
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("built", BUILDS)
 def test_a_graph_that_gives_something_else_is_refused(build, built):
     model, program = build(built), build(built).program.copy()

@@ -122,7 +122,7 @@ def test_a_wrong_choice_is_caught(monkeypatch, tmp_path):
         assert_close(onnx_session(case, tmp_path)(operands), case.op.reference(*operands))
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["olmoe", "aria_text"])  # [X,N,K], and [X,K,N]
 def test_each_expert_keeps_its_own_weights(captured, architecture, monkeypatch):
     program = captured(architecture)

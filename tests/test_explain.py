@@ -255,6 +255,7 @@ def config(**changes):
     })  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_large_model_is_counted_from_a_sketch(tmp_path, monkeypatch):
     monkeypatch.setattr(sketching, "DEEP", 2)
     config().save_pretrained(tmp_path)

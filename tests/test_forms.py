@@ -160,7 +160,7 @@ FORMS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_of_attention_is_right(name):
     right(FORMS[name])

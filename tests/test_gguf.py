@@ -298,6 +298,7 @@ def test_offsets_are_read_by_the_products(kind, model, tmp_path):
     assert not {"MatMul", "ReduceSum", "RMSNormalization", "Mul"} & set(counts[0])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 def test_values_of_another_type_are_placed_with_keys(model, tmp_path, monkeypatch):
     """As in files of mixed types. The build compares it with the model. The control: the wrong order is found."""

@@ -101,7 +101,7 @@ def guessed(build, name, kind, change=lambda seen: seen):
     return pairs, before, after, dropped
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["block", "fused", "two"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_call_is_one_masked_call_of_the_whole_model(build, name, kind):

@@ -96,6 +96,7 @@ def test_windows_keep_nothing_that_they_do_not_see(made):
     assert found == {0: [15, 16, 17, 18, 19], 1: [0, 1, 14, 15, 16, 17, 18, 19]}  # a window of 6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", [{"use": "prompt"}, {"use": "every", "tokens": 6}])
 def test_recurrent_state_goes_back_to_where_tokens_were_compressed(made, when):
     """Through more copies of it than are kept; queries are not looked at twice."""

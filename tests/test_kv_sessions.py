@@ -35,6 +35,7 @@ def case(stateful):
 # What is kept
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_first_token_after_a_prompt_is_the_full_models(case, name):
     case, tokens = case(name), case(name).tokens(1, 40)
@@ -48,6 +49,7 @@ def test_the_first_token_after_a_prompt_is_the_full_models(case, name):
     )
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("when", ["prompt", "chunk", "every"])
 def test_a_budget_beyond_the_context_changes_no_bit(case, name, when):
@@ -217,6 +219,7 @@ def streaming(case: Case, length: int, hide=None, kept=12):
 # Rows
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_row_of_a_batch_is_that_row_alone(case, name):
     ragged_is_alone(case(name))

@@ -108,7 +108,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_equals_the_reference(form, dtype, tmp_path):
@@ -125,7 +125,7 @@ def test_every_form_equals_the_reference(form, dtype, tmp_path):
             )
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("exact", [0, 1])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_may_have_offsets(form, exact, tmp_path):
@@ -162,6 +162,7 @@ def levels(n, blocks, dtype, seed):
     return coarse, fine, multiplied(coarse, fine)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("exact", [0, 1])
 @pytest.mark.parametrize("least", ["none", None, torch.uint8, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [None, torch.uint8, torch.int8], ids=str)

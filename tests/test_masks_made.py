@@ -227,6 +227,7 @@ def shown(node, program, length: int) -> Tensor:
     return seen
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_mask_is_what_transformers_makes(name, recognised):
     (node, program), want = recognised(name), MADE[name][1]

@@ -45,7 +45,7 @@ def test_rounding_moves_that_token_most(model):
     assert errors[tokens.flatten() == TOKEN].max() > 5 * errors.median()
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_every_weight_recipe_builds_with_its_checks(model, name):
     weights = {"use": name, **find_axes()["weights"].small(name)}

@@ -21,7 +21,7 @@ def runner():
     return matrix.Matrix()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", matrix.ARCHITECTURES)
 def test_recipes_are_refused_or_right(runner, architecture):
     """Of up to nine methods: each pair of them is compared at once."""
@@ -43,6 +43,7 @@ def test_recipes_are_refused_or_right(runner, architecture):
     assert len(pack.tables) > 3
 
 
+@pytest.mark.long
 def test_what_slots_draw_with_noise_has_every_variant(runner):
     """Of numbers of a table, too."""
     case = matrix.Case("llama", (("kv.codec", "kv-fp8"), ("kv.score", "keyformer")))
@@ -55,6 +56,7 @@ def test_what_a_fold_compares_may_be_bools(runner):
     assert runner.run(case).why == ""
 
 
+@pytest.mark.long
 def test_blocks_may_be_none_yet(runner):
     """ONNX infers no size where another one is 0."""
     case = matrix.Case("llama", (("kv.codec", "rotatekv"), ("kv.score", "streaming-llm")))
@@ -110,6 +112,7 @@ def loops():
     return matrix_loops.Loops()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(2))
 def test_loops_are_refused_or_right(loops, part):
     found = [loops.run(case) for case in LOOPS[3 * part : 3 * part + 3]]

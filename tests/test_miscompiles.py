@@ -279,7 +279,7 @@ def rounding_pass(program, bits):
     return Kept()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(("name", "model"), [
     *((name, "random") for name in ROUNDED), *((name, "massive") for name in ROUNDED if name not in BIASED),
@@ -380,6 +380,7 @@ def test_without_a_miscompile_the_error_is_tiny(captured, architecture):
     )
 
 
+@pytest.mark.long
 def test_experts_are_narrowed_too(captured):
     program = captured("mixtral")
     run(program, [*pipeline(), Float16(smallest=64)], NumericCheck(program))

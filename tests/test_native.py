@@ -112,6 +112,7 @@ def test_partial_attention_equals_the_reference(name, tmp_path):
 ATTENTION = (attention.attention, attention.partial_attention, flat.flat_attention)
 
 
+@pytest.mark.few(35)
 @needs_native
 @pytest.mark.parametrize(
     "name", [n for n, c in CASES.items() if c.op.default in rules and c.op not in ATTENTION]

@@ -61,7 +61,7 @@ def asked(rng, tokens, noise):
     return [share, rng.uniform(0.5, 2, 2).astype(np.float32), np.array(3)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_slots_draw_is_the_references(shape):
     rng = np.random.default_rng(sum(shape))

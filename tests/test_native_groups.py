@@ -25,6 +25,7 @@ def blocks(rng, groups, width, bits, group, along):
     return [p.numpy() for p in parts], back.numpy()
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("width", [1, 7, 8, 10, 24, 64, 129])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_numbers_are_the_references(width, bits):

@@ -245,6 +245,7 @@ def test_experts_stay_codes(tmp_path):
             assert torch.equal(weight[:, :width], want)
 
 
+@pytest.mark.long
 def test_experts_of_gpt_oss(tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

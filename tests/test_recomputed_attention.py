@@ -122,6 +122,7 @@ def test_models_have_the_part_that_is_left_out(stateful, name):
     ), forms
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_tables_have_the_weights_of_the_model(stateful, name):
     program, (_, without) = program_of(stateful, name), MODELS[name]

@@ -146,6 +146,7 @@ def test_laq_is_worth_the_largest_of_its_neighbours(monkeypatch):
         law_max_of_neighbours(method)
 
 
+@pytest.mark.long
 def test_without_guesses_laq_is_snapkv(case):
     found = {}
     options = {"window": 4, "recent": 4, "kernel": 3}

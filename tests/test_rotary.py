@@ -159,6 +159,7 @@ def test_dynamic_scaling_ends_where_it_sets_in():
     assert worst(program, model, 40) < 1e-5
 
 
+@pytest.mark.long
 def test_a_sparse_choice_of_keys_is_exact_while_it_takes_all():
     model = models.random(
         "glm_moe_dsa", "sparse",

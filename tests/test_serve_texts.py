@@ -67,6 +67,7 @@ def forced(model, ids):
     return [rows[i, token] for i, token in enumerate(ids[1:])], rows[:-1].max(-1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", ["text", "ids"])
 def test_a_prompt_is_scored_as_lm_eval_asks_for_it(http, model, given):
     """Its own tokens, then the one that was made; whether each was the likeliest."""

@@ -227,7 +227,7 @@ LAWS = [law_of_width, law_of_back, law_of_free_rewind, law_of_chunks]
 CHUNKS = {"base", "snapkv", "kv-int8", "paged-prefix", "pie", "cp-ring", "mamba", "falcon_h1"}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_session_does_what_it_says(prompted, name):
     session = prompted(name)

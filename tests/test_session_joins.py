@@ -92,7 +92,7 @@ def model_of(name, stateful):
     return CompiledModel(EagerBackend(program), program.facts, recipe={"tables": tables})
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_rows_go_on_as_alone(name, stateful):
     model = model_of(name, stateful)

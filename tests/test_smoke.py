@@ -168,6 +168,7 @@ def test_every_recipe_in_its_own_sizes(recipes):
     assert {c.recipe for c in found.cells} >= set(SOME)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [("gemma2", {"attn_logit_softcapping": 2.0}), ("gpt2", {"scale_attn_by_inverse_layer_idx": True})],

@@ -114,6 +114,7 @@ def build(model, **options):
     return accel.optimize(model, max_context=64, max_batch=2, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["eager", "onnx"])
 def test_texts_are_transformers(told, target, artifact):
     """Detected for each of three inputs, named for all, and named for each."""

@@ -52,7 +52,7 @@ def is_without(name, module, compiled, gone):
     return True
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("of", sublayer_skip.KINDS)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_deleted_adds_nothing(name, of):
@@ -71,6 +71,7 @@ def test_what_is_deleted_adds_nothing(name, of):
         assert not is_without(name, module, compiled, {})
 
 
+@pytest.mark.long
 def test_another_branch_than_the_note_says_is_caught(monkeypatch):
     module, taken = models.make("llama", LAYERS), _cut.cut
 

@@ -45,6 +45,7 @@ def test_a_program_is_the_same_over_traces_of_another():
     assert mode is not None, "values of one program"
 
 
+@pytest.mark.long
 def test_what_a_test_replaces_is_traced_for_itself(monkeypatch):
     plain = evicts(2).program.text()
     before = len(traces._made)

@@ -50,6 +50,7 @@ def joint(monkeypatch):
     observer_classes.cache_clear()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["eager", "onnx"])
 def test_a_head_reads_a_hidden_state_and_drafts_from_it(joint, target, tmp_path):
     assert joint("hidden_head") == ["_hidden_head_pass.py", "head.py", "hidden_head.py"]

@@ -91,6 +91,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("arch", "more", "target"), CASES)
 def test_rows_get_what_they_get_padded(name, arch, more, target, monkeypatch):
@@ -125,6 +126,7 @@ def test_what_flat_calls_break_or_rely_on_is_refused(more, said):
         assemble(Recipe("mine", tables=tables("flat", more)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arch", "more", "said"),
     [

@@ -24,7 +24,7 @@ def on(compiled):
     return {"run_layers": WHOLE, **exits}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [n for n in NAMES if not issubclass(AXIS.method(n), Deletion)])
 def test_all_layers_on_is_the_full_model_bit_for_bit(name, deep):
     _, compiled = deep("llama", use=name, **AXIS.small(name))

@@ -251,7 +251,7 @@ def law_unwritten(case, tokens):
 LAWS = [law_lists, law_singles, law_rewind, law_rows, law_unwritten]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @each
 @pytest.mark.parametrize("law", LAWS)
 def test_law(selecting, law, name):
@@ -368,7 +368,7 @@ def test_pages_that_are_not_kept_up_to_date_are_caught(selecting, name):
         law_rewind(case, case.tokens(2, 56), frozen)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @of_each_class
 def test_a_page_that_is_listed_twice_is_caught(stateful, name):
     """The token's own, in the place of another."""

@@ -253,7 +253,7 @@ def law_back(case, tokens):
 LAWS = [law_lists, law_labels, law_rewind_prompts, law_forks]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every
 @pytest.mark.parametrize("law", [law_listed_once, law_singles, law_rows, law_back])
 def test_law_of_lists(selecting, law, name):
@@ -333,7 +333,7 @@ def test_searches_are_those_of_token_after_token(tokens, least):
         assert want == [list(range(1, tokens + 1))] * 3
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @each
 @pytest.mark.parametrize("law", LAWS)
 def test_law(selecting, law, name):
@@ -341,7 +341,7 @@ def test_law(selecting, law, name):
     law(case, case.tokens(2, 72 if law is law_rewind_prompts else 64))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every
 def test_what_is_read_matters(selecting, name):
     """Or the laws above would say nothing."""
@@ -370,7 +370,7 @@ def broken(monkeypatch, **changed):
         monkeypatch.setattr(UnitGroups, name, function)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @each
 def test_a_rewind_that_keeps_what_was_grouped_is_caught(selecting, name, monkeypatch):
     case = selecting(name)
@@ -379,7 +379,7 @@ def test_a_rewind_that_keeps_what_was_grouped_is_caught(selecting, name, monkeyp
         law_rewind_prompts(case, case.tokens(2, 72))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @each
 def test_segments_that_are_read_at_once_are_caught(stateful, name):
     """By units, as soon as they are grouped: a call of several tokens cannot do so."""

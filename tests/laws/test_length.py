@@ -274,6 +274,7 @@ def law_of_dropped():
     assert case.gap(2) < 1e-12
 
 
+@pytest.mark.long
 def test_samples_keep_their_law_where_a_tree_drops_nodes(monkeypatch):
     law_of_dropped()
     monkeypatch.setattr(Dyspec, "drops", False)

@@ -140,7 +140,7 @@ def law_left(model, loop, told):
         np.testing.assert_allclose(line, want, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_row_gets_what_it_gets_alone_whatever_the_cache(name, cache):

@@ -82,6 +82,7 @@ def test_rows_that_share_random_numbers_are_seen():
         law_rows("ut5", Shared())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_stream_that_is_left(name):
     said = {"max_new_tokens": 9, "eos": [], "seed": 3}
@@ -92,6 +93,7 @@ def test_a_stream_that_is_left(name):
     assert stream.tokens == out.tokens[0][: len(stream.tokens)] and out.tokens[0][0] == first
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_models_of_another_kind_are_refused(name, build):
     causal = build("llama")

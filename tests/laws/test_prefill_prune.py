@@ -307,6 +307,7 @@ def distilled(model, tokens, layer, kept=KEPT):
     return best(near, kept, len(tokens) - 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arch", ["llama", "gpt_neox", "gpt2"])
 def test_deeper_layers_see_what_promptdistill_picks(arch):
     model = module(arch)

@@ -112,6 +112,7 @@ def test_the_first_layers_hold_what_they_do_in_the_whole_model(name):
                 assert far(held, right) < 1e-5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_as_if_alone(name):
     model = sparse(name)

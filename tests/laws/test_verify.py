@@ -67,7 +67,7 @@ def worlds(rule, parents):
     return [World(sampler, draft, replacement=again) for sampler, (draft, again) in pairs]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name, parents",
     [(n, p) for n in EXACT for p in CHAINS + TREES if p in CHAINS or AXIS.method(n).branches],

@@ -71,7 +71,7 @@ def test_blocks_lie_in_one_place(both):
         assert not names & set(one._core.backend.buffers())
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_wrong_page_is_seen(both, monkeypatch):
     right = accel_attention.attention_over
 

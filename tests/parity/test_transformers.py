@@ -75,6 +75,7 @@ def test_a_ragged_batch_gives_each_row_what_it_gets_alone(built):
         assert_close(row[: len(prompt)], built.compiled.logits([prompt])[0])
 
 
+@pytest.mark.few(3)
 def test_tokens_after_a_rewind_see_nothing_of_what_was_forgotten(built):
     tokens, other = tokens_of(built, 2, 24), tokens_of(built, 2, 5, seed=9)
     want = built.compiled.logits(np.concatenate([tokens[:, :11], other], axis=1))

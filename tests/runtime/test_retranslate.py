@@ -40,6 +40,7 @@ def model(translator, request):
     return other
 
 
+@pytest.mark.few(1)
 def test_each_translation_is_that_of_the_source_so_far(model):
     said = {"max_new_tokens": NEW} if model._loop.searches else SAID
     run = model.retranslate(PIECES, suffix=[2], **said)

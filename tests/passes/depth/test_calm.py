@@ -152,6 +152,7 @@ def draws(text, other, limits, count=100):
     return beyond / count, plainly / count, np.median(early)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by", LIMITS)
 def test_the_bound_holds_with_its_probability(by):
     """Of tokens drawn from a text, for all of it. The control: the share that was seen is no bound."""

@@ -49,7 +49,7 @@ def without(module, gone, source):
     return found.numpy()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "recipe",
     [

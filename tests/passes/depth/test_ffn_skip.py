@@ -86,7 +86,7 @@ def ran_by(session, tokens, **controls):
     return np.concatenate(found, 1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "target", "warmup"),
     [("llama", "eager", 0), ("llama", "onnx", 3), ("gpt_neox", "onnx", 0)],

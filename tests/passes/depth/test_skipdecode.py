@@ -204,7 +204,7 @@ def test_schedules_without_layers_are_refused(options, words):
         Skipdecode(**options)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"max_layers": 7}, {"min_layers": 7}, {"warmup": 3}])
 def test_a_schedule_of_more_layers_than_there_are_is_refused(options):
     with pytest.raises(PassError, match="skipdecode: of 6 layers"):

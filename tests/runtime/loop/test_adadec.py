@@ -60,6 +60,7 @@ def published(module, prompt, new, threshold, tries, ahead, eos=()):
     return ids[len(prompt) :], pauses
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [(2.0, 3, 4), (0.0, 2, 1), (1.5, 4, 7)], ids=str)
 def test_tokens_are_those_of_texts_read_anew(module, options):
     names = dict(zip(("threshold", "tries", "ahead"), options, strict=True))
@@ -91,6 +92,7 @@ def test_its_ends_are_greedy_decoding(module, ends):
         )
 
 
+@pytest.mark.long
 def test_an_answer_ends_at_eos_also_within_a_try(module):
     plain, _ = published(module, PROMPTS[0], NEW, 0.0, 3, 4)
     for eos in sorted(set(plain[2:]))[:4]:

@@ -160,6 +160,7 @@ def test_hidden_states_are_those_of_last_tokens_also_of_equal_prompts(folder):
         np.testing.assert_allclose(prompts.states, states_of(folder, PROMPTS), atol=1e-4)
 
 
+@pytest.mark.long
 def test_without_a_probe_each_prompt_gets_the_mean(folder, monkeypatch):
     counted, own = [], adaptive_bok.Way.ways
     monkeypatch.setattr(

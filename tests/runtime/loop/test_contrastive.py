@@ -48,6 +48,7 @@ def published(module, prompt, new, k, alpha, first=0):
     return ids[len(prompt) :]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target, options", [("eager", (4, 0.6)), ("onnx", (8, 0.3))], ids=str)
 def test_tokens_are_those_of_texts_read_anew(module, options, target):
     with build(module, target, **dict(zip(("k", "alpha"), options, strict=True))) as made:

@@ -375,5 +375,6 @@ def test_sampled_tokens_have_the_odds_of_the_target(toy, rule):
     assert odds(toy, rule) < 4
 
 
+@pytest.mark.long
 def test_a_draft_that_lies_about_its_odds_is_caught(toy):
     assert odds(toy, "spec-chain", honest=False) > 8

@@ -213,6 +213,7 @@ def test_a_session_cuts_generated_text_at_boundaries(stateful):
     law_segments(Selecting(stateful("llama"), built("louiskv", boundary=-0.05, size=2)))
 
 
+@pytest.mark.long
 def test_runs_of_one_length_are_caught(stateful):
     class Broken(Louiskv):
         def group(self, keys, real, units, generated, begins):

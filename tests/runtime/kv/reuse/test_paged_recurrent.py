@@ -34,6 +34,7 @@ def prompted(case, tokens, reused):
     return session
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_goes_on_behind_the_end_of_an_earlier_prompt(stateful, name):
     case = shared(stateful, name)

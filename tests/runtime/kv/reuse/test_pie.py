@@ -35,7 +35,7 @@ def tokens_of(model, *shape, seed=0):
     return np.random.default_rng(seed).integers(3, model.facts.vocab_size, shape)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ROPES)
 def test_forth_and_back_is_nothing_and_forth_is_the_later_position(stateful, name):
     model = made(stateful(name))
