@@ -397,6 +397,7 @@ def test_a_template_that_makes_too_much_is_stopped(source, monkeypatch):
         rendered(source)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("source", FROZEN)
 def test_a_template_that_no_clock_interrupts_is_stopped(source, monkeypatch):
     """And the next one renders."""

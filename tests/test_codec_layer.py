@@ -196,7 +196,7 @@ def behind(case):
     return np.concatenate([one.reshape(3, -1) for one in found], 1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("codec", [Plain(tokens=R), Plain(before_rope=True, tokens=R)], ids=str)
 def test_what_eviction_keeps_is_encoded_in_blocks(stateful, codec):
     """By a codec that loses nothing, and one that reads keys a hundredth too large."""

@@ -252,6 +252,7 @@ def test_influence_is_one_less_the_mean_cosine(deep, monkeypatch):
     assert np.abs(np.subtract(want, other)).max() > 1e-4
 
 
+@pytest.mark.long
 def test_no_share_deletes_nothing(deep):
     module, base = deep("llama")
     with accel.optimize(
@@ -311,6 +312,7 @@ def test_a_wrong_branch_for_what_is_left_out_is_caught(deep, monkeypatch):
         accel.optimize(module, "unified-skip", max_context=64)
 
 
+@pytest.mark.long
 def test_masks_are_computed_once_not_once_per_layer(deep):
     _, compiled = deep("llama", use="unified-skip", cache="nested")
     graph = onnx.load(compiled.artifact.path / "step.onnx", load_external_data=False).graph

@@ -75,7 +75,7 @@ def law(model):
     assert len(numbers) > 2, "rows take the same number of tokens: nothing is tested"
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_row_of_a_batch_gets_what_it_gets_alone(model):
     law(model)
 

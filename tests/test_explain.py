@@ -93,7 +93,7 @@ def kinds():
     return sorted({*found.values(), *REFUSED})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", kinds())
 def test_every_kind_of_recipe_is_told(captured, name, tmp_path):
     e = told(captured, name)

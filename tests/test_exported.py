@@ -76,7 +76,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_exported_program_is_right(name):
     model = tiny()

@@ -22,6 +22,7 @@ def file(tmp_path):
     return write(made(config), "llama", tmp_path / "m.gguf", "Q8_0", bpe("smollm"))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_what_the_file_holds(name, tmp_path):
     arch, config, more = MODELS[name]

@@ -163,7 +163,7 @@ def layers(program):
 NAMES = ["llama", "qwen3", "phi3", "gpt2"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_products_of_a_layer(rewritten, name):
     """q, k and v in one, the output, the way up (gate and up in one), the way down."""

@@ -497,6 +497,7 @@ def test_a_folder_of_gguf_files_names_them(plain):
         open_source(plain.parent).load()
 
 
+@pytest.mark.long
 def test_run_compiles_a_file(plain):
     run = ["run", str(plain), "--prompt", "0123", "--max-new-tokens", "4", "--max-context", "32"]
     done = CliRunner().invoke(cli.app, [*run, "--ignore-eos"])

@@ -91,6 +91,7 @@ def test_commands_of_the_engine_need_only_the_base(folder):
             assert len(json.loads(out)["tokens"]) == 64
 
 
+@pytest.mark.long
 def test_commands_of_the_compiler_name_the_extra(folder):
     calls = [
         ["build", "my-model", "--out", "made"], ["run", "my-model", "--prompt", "x"], ["demo"], ["explain", "snapkv"],

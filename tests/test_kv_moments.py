@@ -65,7 +65,7 @@ def test_a_budget_is_asked_again_only_when_there_may_be_something_to_drop(case, 
     assert session.held_from.max() > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("when", [{"use": "every", "tokens": 3}, {"use": "chunk"}])
 def test_rows_are_alone_at_every_moment(case, monkeypatch, name, when):
@@ -75,6 +75,7 @@ def test_rows_are_alone_at_every_moment(case, monkeypatch, name, when):
     ragged_is_alone(one.other(when=when), [40, 40, 40])
 
 
+@pytest.mark.long
 def test_a_prompt_given_one_by_one_shows_its_queries(case):
     one = case("snapkv")
     tokens = one.tokens(1, 40)
@@ -94,7 +95,7 @@ def test_a_prompt_given_one_by_one_shows_its_queries(case):
         assert bool(eviction.before(single._core.backend, width)) == observed
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_prompts_of_one_token_and_of_none(case, name):
     """Beside a long one, and alone; with room for a single token."""
@@ -116,6 +117,7 @@ def test_prompts_of_one_token_and_of_none(case, name):
     assert np.array_equal(singles(alone, tokens[:1, 1:4]), singles(fresh, tokens[:1, 1:4]))
 
 
+@pytest.mark.long
 def test_a_window_beyond_the_context_takes_no_memory(stateful):
     """And protects every token: the newest stay."""
     tables = recipe("snapkv") | {"kv.score": {"use": "snapkv", "window": 1024}}

@@ -225,6 +225,7 @@ def test_a_row_of_a_batch_is_that_row_alone(case, name):
     ragged_is_alone(case(name))
 
 
+@pytest.mark.long
 def test_empty_slots_between_tokens_do_not_part_them(stateful, monkeypatch):
     """Negative control: pooling over slots as they lie tells a batch from its rows."""
     from accel.passes.kv.score import _window, snapkv

@@ -63,6 +63,7 @@ def result(name, share, kl, **more):
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_page(tmp_path):
     rows = [result("base", 1, 0), result("some@128", 0.25, 0.3), result("some@512", 0.5, 0.1)]
     kinds = {"copy": 1.9, "code": 1.2, "free": 1.4}

@@ -35,6 +35,7 @@ def test_one_token_carries_it_from_one_layer_to_another(model):
     assert carried[TAKES + 1 : -1, at[-1]].max() < 0.2 * WRITTEN
 
 
+@pytest.mark.long
 def test_rounding_moves_that_token_most(model):
     """By far more than others, so no bound on the worst token could be kept."""
     program = capture(model, max_context=64)

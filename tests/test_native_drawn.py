@@ -140,6 +140,7 @@ def test_a_query_that_is_no_number_spoils_what_its_group_draws(noise):
     np.testing.assert_allclose(got, right, atol=5e-5, rtol=5e-5)
 
 
+@pytest.mark.long
 def test_threads_draw_the_same():
     rng = np.random.default_rng(3)
     for shape in SHAPES:

@@ -100,6 +100,7 @@ def operands(rng, shape, tokens, how, mask, shared):
     return coded, [*given, k_back, v_back, places], settings, settings | ours
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(4, 2, 24), (3, 3, 8), (8, 1, 64), (2, 2, 7)], ids=str)
 def test_attention_is_that_over_the_decoded(shape):
     rng = np.random.default_rng(sum(shape))
@@ -168,7 +169,7 @@ def slots_of_codes(shape, tokens, bits, kept, listed):
     return [*coded, *pages, *scales], [*plain, *pages], settings, settings | ours
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [(4, 2), (8, 8), (2, 1)], ids=str)
 @pytest.mark.parametrize("kept", [False, True])
 def test_attention_over_slots_of_codes_is_that_over_the_decoded(bits, kept):

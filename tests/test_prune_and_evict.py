@@ -56,7 +56,7 @@ def state(session):
     return {n: v.numpy() for n, v in session._core.backend._state.items()}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("prune", "score"), PAIRS)
 def test_a_budget_of_all_tokens_evicts_nothing(prune, score):
     assert far(prompted(pruned(prune, score, tokens=64)), prompted(pruned(prune))) < 1e-5
@@ -74,6 +74,7 @@ def test_where_nothing_is_dropped_the_same_is_evicted(score):
     assert far(prompted(pruned("fastkv", score)), prompted(whole)) > 1e-3  # the control
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("prune", "score"), PAIRS)
 def test_rows_are_evicted_as_if_alone(prune, score):
     model = pruned(prune, score)

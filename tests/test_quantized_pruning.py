@@ -34,6 +34,7 @@ def test_a_budget_of_the_whole_prompt_is_the_codec_alone():
     assert not np.allclose(logits(budget=8, codec=4), logits(codec=4), atol=1e-3)  # the control
 
 
+@pytest.mark.long
 def test_more_bits_come_to_the_pruner_alone():
     pruned = logits(budget=8)
     off = [np.abs(logits(budget=8, codec=bits) - pruned).max() for bits in (2, 4, 8)]

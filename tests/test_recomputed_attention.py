@@ -184,6 +184,7 @@ def test_a_segment_has_the_weights_of_the_model(stateful, name):
     assert told
 
 
+@pytest.mark.long
 def test_a_segment_is_given_the_sink(stateful):
     program = program_of(stateful, "gpt_oss")
     for node in program.nodes(attention.default, entry=program.step):

@@ -78,6 +78,7 @@ def stack(*blocks):
     return randomise(Stack(*blocks), "repeats")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALIKE)
 def test_copies_of_a_layer_are_what_tracing_it_gives(name, both):
     (copied, whole), copies = both(models.make(name, 4))

@@ -272,6 +272,7 @@ def test_what_does_not_fit_is_refused(model, saved, tmp_path, change, words):
         model("base").open_session(copy)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["base", "snapkv"])
 def test_whatever_a_header_says_is_an_error_or_a_session(model, name, tmp_path):
     """With the right digest, as somebody can write it."""

@@ -300,6 +300,7 @@ def test_prompts_that_end_in_eviction_run_in_chunks(axis, name):
     assert session.capabilities.chunks == (not plan.counts and not plan.notes)
 
 
+@pytest.mark.long
 def test_what_single_tokens_add_up_is_caught():
     """`cam` counts the attention of generated tokens, and takes a call of one token for such."""
     session = built("llama", tables=recipe(kept=8, keep="cam")).session()

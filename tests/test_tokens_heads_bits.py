@@ -28,6 +28,7 @@ def far(some, others):
     return np.abs(some - others).max()
 
 
+@pytest.mark.long
 def test_eight_bits_change_little_of_what_eviction_leaves():
     evicted = logits("kv.score", "kv.budget")
     assert 0 < far(logits(*TABLES), evicted) < 0.05 * np.abs(evicted).max()

@@ -138,7 +138,7 @@ def test_what_cannot_keep_a_path_is_refused(name):
         built("llama", tables=CASES[name] | RECYCLING)
 
 
-@pytest.mark.few(2)
+@pytest.mark.long
 @pytest.mark.parametrize("context", [64, 48])
 @pytest.mark.parametrize(
     "tree", [EagleTree(depth=3), Dyspec(threshold=0.0)], ids=["eagle", "dyspec"]

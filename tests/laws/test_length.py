@@ -202,7 +202,7 @@ def stopping_gap(method, rule, draft, drops=False):
     return distance(generated(step, 3), alone(world, 3)), lengths
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])
 @pytest.mark.parametrize("name", AXIS.names())
 def test_what_is_sampled_keeps_its_law_wherever_drafts_end(name, rule):
@@ -243,7 +243,7 @@ def ends_drafts(name):
     return not compares(name) and type(method.begin(unmeasured_cost)).more is not Pace.more
 
 
-@pytest.mark.few(2)
+@pytest.mark.long
 @pytest.mark.parametrize("name", filter(ends_drafts, AXIS.names()))
 def test_samples_keep_their_law_wherever_levels_end(name):
     """By every shape and a rule that reads q."""

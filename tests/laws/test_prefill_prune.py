@@ -57,7 +57,7 @@ def prompted(model, tokens=ROWS, lengths=LENGTHS, after=0):
         return np.concatenate(out, axis=1), session.lengths
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PICK)
 def test_what_is_no_longer_than_the_budget_is_seen_whole(name):
     model, base = pruned(name, **whole(name)), built("llama")

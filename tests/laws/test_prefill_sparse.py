@@ -62,6 +62,7 @@ def test_short_prompts_and_calls_read_all_keys(name):
     assert model.generate(short, 5, eos=[]).tokens == base.generate(short, 5, eos=[]).tokens
 
 
+@pytest.mark.few(1)
 def test_the_end_of_a_prompt_reads_everything_where_single_tokens_choose():
     """What is left behind the last whole segment is part of it where it is so little that its tokens would choose."""
     tokens, counts = np.random.default_rng(6).integers(3, 50, (3, 118)), np.array([118, 77, 0])
@@ -133,7 +134,7 @@ def test_onnx_is_the_eager_oracle(name, arch):
         assert far(prompted(model), want) < 1e-4
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ["llama:4", "gpt_neox", "gpt2"])
 def test_critiprefill_is_what_its_paper_says(arch):
     got, model = prompted(sparse("critiprefill", arch)), module(arch)

@@ -207,6 +207,7 @@ def test_sparse_prefill_is_as_on_the_eager_target(name):
         close(found[3], found[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipes", [["kv-int8"], ["kv-int8", "knorm"]], ids=str)
 def test_a_cache_in_8_bits_is_as_on_the_eager_target(recipes):
     with accel.optimize(
@@ -246,7 +247,7 @@ def test_a_cache_of_halves_is_as_on_the_eager_target(recipes):
 DEPTH = [{"use": "unified-skip"}, {"use": "calm", "threshold": 0.03}]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("table", DEPTH, ids=str)
 def test_layers_under_conditions_are_as_on_the_eager_target(table):
     recipe = {"about": "", "papers": [], "depth": table}

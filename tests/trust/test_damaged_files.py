@@ -149,7 +149,7 @@ def files(folder):
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["evicts", "draft"])
 def test_a_file_changed_with_its_checksum(artifact, tmp_path, worker, recipe):
     folder = shutil.copytree(artifact(recipe), tmp_path / "copy")

@@ -149,6 +149,7 @@ def test_rows_at_other_distances_run_the_layers_of_both(cache, built):
             assert far(got[row : row + 1], want) < 1e-4
 
 
+@pytest.mark.long
 def test_with_all_layers_always_it_is_the_plain_model():
     same = {**OPTIONS, "min_layers": COUNT}
     with accel.optimize(

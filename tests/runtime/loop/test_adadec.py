@@ -183,6 +183,7 @@ def test_a_part_is_made_and_found_by_builds(tmp_path, monkeypatch):
         assert model._loop.pauses_at == 0.25 and model._loop.trained == str(made.file)
 
 
+@pytest.mark.long
 def test_the_learnt_threshold_is_taken_unless_one_is_given(module, tmp_path):
     with build(module) as plain:
         assert plain._loop.pauses_at == adadec.UNLEARNT, "the bundled part is another model's"

@@ -119,6 +119,7 @@ def law_exact(found, wanted):
     np.testing.assert_allclose([found[key] for key in wanted], [*wanted.values()], atol=2e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "prompt, new, drafts",
     [(GIVEN, 3, 3), (GIVEN, 2, 2), (GIVEN, 3, 2), ([2, 0], 3, 3), ([MASK, 2], 3, 3), (GIVEN, 3, 1)],

@@ -221,7 +221,7 @@ def test_a_call_that_fails_after_tokens_moved_closes_the_session(case, monkeypat
         session.run(tokens[:, 20:40])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "model, tables, message",
     [
@@ -295,6 +295,7 @@ def test_finch_by_chunks_in_a_session(stateful, chunk, each):
                 assert each is None or set(parts) == {each}
 
 
+@pytest.mark.long
 def test_the_question_stays_and_is_forgotten(case):
     one = case("finch", 12)
     session, tokens = one.session(2), one.tokens(2, 60)

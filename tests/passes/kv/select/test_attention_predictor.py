@@ -242,6 +242,7 @@ def test_with_every_token_looking_the_history_is_the_true_one(made, stateful):
     assert not law_history(case, case.tokens(1, 56), stateful("llama"))
 
 
+@pytest.mark.long
 def test_a_history_that_forgets_the_prompt_is_caught(stateful):
     class Forgets(type(method())):
         def _noted(self, form, x):

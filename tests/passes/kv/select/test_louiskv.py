@@ -209,6 +209,7 @@ def law_segments(case):
         assert 0 < cuts and not all(own)
 
 
+@pytest.mark.long
 def test_a_session_cuts_generated_text_at_boundaries(stateful):
     law_segments(Selecting(stateful("llama"), built("louiskv", boundary=-0.05, size=2)))
 

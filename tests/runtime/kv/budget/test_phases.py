@@ -344,6 +344,7 @@ def test_units_of_one_length_are_chunks():
         assert sets(choose(x, count, score, refine=ShotKV())) != chunks, "the control"
 
 
+@pytest.mark.long
 def test_a_session_keeps_examples_whole(case):
     """Of rows of other lengths; then the prompt stays and generated tokens keep their share."""
     one = _shot(case, decode_ratio=0.5, every=2)

@@ -79,6 +79,7 @@ def test_long_prompts_leave_snapshots_on_their_way(case, monkeypatch):
     prompted(case, np.concatenate([tokens[:, :50], other], 1), 48)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", range(2))
 def test_anything_in_any_order_is_what_a_dense_session_does(stateful, name, seed, monkeypatch):

@@ -78,6 +78,7 @@ def one_layer(program, delta, monkeypatch=None):
         return max(float(np.abs(got[n] - want[n])[:, :, :end].max()) for n in ("kv.0.k", "kv.0.v"))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("delta", [-6, -2, 0, 5])
 @pytest.mark.parametrize("name", ROPES)
 def test_the_first_layer_behind_an_edit_is_recomputing(stateful, name, delta):
