@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,8 +59,13 @@ def test_the_command_lines_words(command, text, words):
     assert options.spelled(text, COMMANDS, command) == words
 
 
+@cache
 def messages():
     """(place, text) of the strings of several words that the package has, docstrings left out."""
+    return list(_messages())
+
+
+def _messages():
     for folder in ("api", "ir", "lowering", "passes", "runtime"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if "commands" not in path.relative_to(ROOT).parts and path.name != "cli.py":
@@ -85,7 +91,7 @@ def _strings(path):
 
 def test_every_message_speaks_of_options_so_that_each_front_can_say_its_own():
     """One that names the command line's would tell Python's users of it, and both would tell everyone of the other."""
-    found = list(messages())
+    found = messages()
     whole = ("accel-compile ", "python tools/")  # commands to be typed as they stand
     own = "|".join(sorted(name.replace("_", "-") for name in OPTIONS))
     foreign = [
