@@ -10,6 +10,7 @@ from typing import Any
 from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import Depth
 from accel.ir.diffusion import Blocks, Diffusion
+from accel.ir.draft_head import DraftHead
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.fields import BUILD_ONLY, Fields, Positive, optional_objects, read
@@ -68,6 +69,9 @@ class Facts:
     diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
     blocks: Blocks | None = None  # it is causal and fills masks behind a text, too
     paths: Paths | None = None  # it gives a graph of tokens; None: logits alone
+    draft_head: DraftHead | None = (
+        None  # it drafts by what a target computes; None: by tokens alone
+    )
     embedding: Embedding | None = None  # it gives vectors in place of logits; None: it makes text
     adapters: AdapterFacts | None = None  # None: no row chooses one
     units: Units | None = None  # None: attention reads no units of tokens
@@ -88,10 +92,16 @@ class Facts:
 
     @property
     def width(self) -> int:
-        """How many numbers a step gives for a token: its logits and what transitions are made of, or its vector."""
+        """How many numbers a step gives for a token: its logits and what lies behind them, or its vector."""
         if self.embedding is not None:
             return self.embedding.width
-        return self.vocab_size + (0 if self.paths is None else self.paths.width)
+        return self.vocab_size + self.behind_logits
+
+    @property
+    def behind_logits(self) -> int:
+        """How many numbers lie behind a token's logits: what transitions are made of, or features."""
+        behind = (one.width for one in (self.paths, self.draft_head) if one is not None)
+        return sum(behind)
 
     def set_vocabulary(self, size: int) -> None:
         """Let the model have `size` tokens; what a configuration names beyond them is dropped."""

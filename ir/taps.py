@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-EMBEDS = "embeds"  # before the first layer
+EMBEDS = "stream.embeds"  # before the first layer
 FINAL = "final"  # before the output head, behind the last norm
 
 

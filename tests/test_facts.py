@@ -8,6 +8,7 @@ import pytest
 from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import NESTED, Depth
 from accel.ir.diffusion import Blocks, Diffusion
+from accel.ir.draft_head import DraftHead
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts, SpeechTokens
 from accel.ir.errors import ArtifactError
@@ -37,6 +38,7 @@ FULL = {
     "diffusion": Diffusion(7, shift=True),
     "blocks": Blocks(7, 4),
     "paths": Paths(2, 8, 4.0, 3, 1),
+    "draft_head": DraftHead(("stream.1", "final"), 8, 32, 16),
     "embedding": Embedding("last", False, 384, True),
     "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
     "units": Units(80, 320, 16),

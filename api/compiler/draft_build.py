@@ -12,6 +12,7 @@ from pathlib import Path
 
 from accel.compiler.assemble import Plan, assemble
 from accel.compiler.build_options import BuildOptions
+from accel.compiler.load.heads._folder import HeadFolder, head_at
 from accel.compiler.load.source import Source, open_source
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
@@ -29,7 +30,7 @@ from accel.runtime.speculation.follow import Follower
 from accel.runtime.speculation.round_cost import unmeasured_cost
 
 Build = Callable[[Facts, Tokenizer | None, Path | None], CompiledModel]
-Compile = Callable[[Path, Recipe, BuildOptions, Path | None], CompiledModel]
+Compile = Callable[[Source, Recipe, BuildOptions, Path | None], CompiledModel]
 PLAIN = "autoregressive"  # the loop of a recipe that drafts nothing
 TREES = {
     "draft": {"use": "token-recycling"}
@@ -110,7 +111,11 @@ def check_draft(plan: Plan, target: Facts, tokenizer: Tokenizer | None) -> None:
     path: Path | None = None if draft is None else draft.draft_folder()
     if path is None:
         return
-    source = open_source(path)
+    source = _source(path, target)
+    if not (path / MANIFEST).is_file():
+        _check_kind(plan, isinstance(source, HeadFolder), path)
+    if isinstance(source, HeadFolder):
+        _check_head(source, target)
     if (path / MANIFEST).is_file():
         _check(plan, source, target, tokenizer, open_artifact(path).facts)
     else:
@@ -192,9 +197,10 @@ def _build(
             merge_adapter=None,
             adapters={},
         )
-        model = compile_model(path, _recipe(plan), own, folder)
+        source = _source(path, target)
+        model = compile_model(source, _recipe(plan), own, folder)
         try:
-            _check(plan, open_source(path), target, tokenizer, model.facts)
+            _check(plan, source, target, tokenizer, model.facts)
         except RecipeError:
             model.close()
             raise
@@ -202,6 +208,11 @@ def _build(
         table = {**plan.recipe.tables["draft"], "path": DRAFT_FOLDER}
         plan.recipe = replace(plan.recipe, tables={**plan.recipe.tables, "draft": table})
     return model
+
+
+def _source(path: Path, target: Facts) -> Source:
+    """What lies there: a head of the target, or a model."""
+    return head_at(path, target.num_layers) or open_source(path)
 
 
 def check_rewind(model: CompiledModel, plan: Plan) -> None:
@@ -215,6 +226,7 @@ def _check(
     """Raise RecipeError where a model cannot draft for the target, with both sides."""
     path = source.path
     use, fills = plan.recipe.tables["draft"]["use"], plan.methods["draft"].fills
+    _check_kind(plan, facts.draft_head is not None, path)
     if fills and facts.diffusion is None:
         raise RecipeError(
             f"draft.{use}: {path} decodes token by token; give a masked-diffusion model (mask_token_id in its "
@@ -239,6 +251,33 @@ def _check(
                 f"draft.{use}: {path} has another tokenizer than the model, and fills masks by its own tokens; "
                 f"{_another(path)}"
             )
+
+
+def _check_kind(plan: Plan, is_head: bool, path: Path) -> None:
+    """Raise RecipeError where a drafter takes a head and is given a model, or the other way round."""
+    use, wants = plan.recipe.tables["draft"]["use"], plan.methods["draft"].head
+    if wants and not is_head:
+        raise RecipeError(
+            f"draft.{use}: {path} holds a model, not a head; set `path` to the folder of a head, or use draft = "
+            "model"
+        )
+    if is_head and not wants:
+        raise RecipeError(
+            f"draft.{use}: {path} holds a head, which drafts by what the model computes; use draft = eagle3 for it, or "
+            "give a model"
+        )
+
+
+def _check_head(source: HeadFolder, target: Facts) -> None:
+    """Raise RecipeError where a head was made for states of another width."""
+    wide, config = source.format.target_width(source.json), target.config
+    inner = config.get("text_config", config)
+    width = inner.get("hidden_size", inner.get("n_embd", wide))
+    if width != wide:
+        raise RecipeError(
+            f"draft: {source.path} reads states of {wide} numbers, and the model's are of {width}; give a head that "
+            "was trained for this model"
+        )
 
 
 def _another(path: Path) -> str:

@@ -16,14 +16,16 @@ from accel.compiler.draft_build import builder as draft_builder
 from accel.compiler.draft_build import check_draft, own_plan
 from accel.compiler.in_process import in_process_model
 from accel.compiler.job import Job, Progress
+from accel.compiler.load.heads._folder import head_at
 from accel.compiler.load.hub import model_folder
 from accel.compiler.load.merge import merged
 from accel.compiler.load.second_model import second_model
-from accel.compiler.load.source import open_source, tokenizer_of
+from accel.compiler.load.source import Source, open_source, tokenizer_of
 from accel.compiler.measure import measure_missing
 from accel.compiler.pipeline import pipeline, reads_text
 from accel.compiler.quality.calibration import make_calibration, read_calibration, sample
 from accel.compiler.rewrite import progress_within, rewrite, rewritten_draft
+from accel.compiler.with_draft import with_draft
 from accel.ir.capture.capture import capture_inspected
 from accel.ir.capture.inspect import inspect
 from accel.ir.capture.traits import Kind
@@ -66,6 +68,7 @@ def optimize(
     adapters: Mapping[str, str | Path] | None = None,
     train: bool = False,
     pooling: str | None = None,
+    draft: str | Path | None = None,
 ) -> CompiledModel:
     """Compile a language model: a causal decoder, an encoder-decoder, a masked-diffusion or an embedding model.
 
@@ -101,6 +104,8 @@ def optimize(
             text, and keep them in the user's cache. What must be trained: `accel-compile train`.
         pooling: give vectors for texts: the "mean" of the tokens', the first ("cls") or the "last" one, of length 1;
             `model` has no head then. Default: as a directory's files of sentence-transformers say, if it has any.
+        draft: what drafts for the model: the folder of a published head (EAGLE-3, in its authors' layout or that of
+            speculators), or a smaller model: a directory, a GGUF file or an artifact.
 
     Returns:
         The compiled model. Close it, or use it in a `with` statement.
@@ -109,21 +114,10 @@ def optimize(
         AccelError: with the place, the reason and the next step. No partial output remains.
     """
     options = BuildOptions(
-        target,
-        tokenizer,
-        max_context,
-        max_batch,
-        verify,
-        calibration,
-        trust_remote_code,
-        dump,
-        threads,
-        download,
-        merge_adapter,
-        adapters or {},
-        train,
-        pooling,
+        *(target, tokenizer, max_context, max_batch, verify, calibration, trust_remote_code, dump),
+        *(threads, download, merge_adapter, adapters or {}, train, pooling),
     )
+    recipe = recipe if draft is None else with_draft(recipe, draft)
     return build(model, recipe, options, out, progress)
 
 
@@ -147,8 +141,13 @@ def build(
     job = _started(recipe, options, progress)
     merge = None if options.merge_adapter is None else read_adapter(options.merge_adapter)
     source = None
-    if isinstance(model, (str, Path)):
-        source = open_source(model_folder(model, options.download))
+    if isinstance(model, Source):
+        source = model
+    elif isinstance(model, (str, Path)):
+        folder = model_folder(model, options.download)
+        if (head := head_at(folder)) is not None:
+            head.config()
+        source = open_source(folder)
     how = None if source is None or options.pooling is not None else source.sentence_recipe
     embedding = how.embedding if how is not None else None
     if options.pooling is not None:

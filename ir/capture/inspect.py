@@ -126,6 +126,7 @@ def _of_module(
         diffusion=None if embedding is not None else diffusion_of(text),
         blocks=None if embedding is not None else blocks_of(text),
         paths=paths,
+        draft_head=getattr(model, "draft_head", None),
         embedding=embedding,
         parameters=sum({p.data_ptr(): p.numel() for p in model.parameters()}.values()),
         config=_as_json(config),

@@ -9,6 +9,7 @@ from typing import Any
 
 from accel.ir.capture.forms import Form
 from accel.ir.diffusion import Blocks, Diffusion
+from accel.ir.draft_head import DraftHead
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
@@ -75,6 +76,7 @@ class ModelTraits:
     diffusion: Diffusion | None = None
     blocks: Blocks | None = None  # as far as its configuration says
     paths: Paths | None = None
+    draft_head: DraftHead | None = None
     embedding: Embedding | None = None  # it gives vectors in place of logits
     parameters: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class ModelTraits:
             diffusion=self.diffusion,
             blocks=self.blocks,
             paths=self.paths,
+            draft_head=self.draft_head,
             embedding=self.embedding,
         )
         if self.own_limit is not None and self.own_limit < facts.max_context:

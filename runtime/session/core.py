@@ -406,9 +406,10 @@ class SessionCore:
             self.undo(before, error)
             raise
 
-    def begin_tree(self, tokens: Ints, counts: Ints) -> None:
+    def begin_tree(self, tokens: Ints, counts: Ints, controls: Mapping[str, Any] = NONE) -> None:
         """A call of tokens [B,T] comes that may be given up again, `counts` [B] of them real."""
-        call = Call(tokens, counts, self.lengths)
+        controls = self._checked(controls) if controls else NONE
+        call = Call(tokens, counts, self.lengths, controls=controls)
         for one in self.watchers:
             one.begin(self.backend, call)
 
@@ -452,7 +453,8 @@ class SessionCore:
         pays. `watchers` (None: all) hear of its tokens; of those of a `tree` all do when a path of it is kept.
         """
         backend, width = self.backend, rows.shape[1]
-        embeds = self._giver.embeds(positions) if self._giver is not None else None
+        giver = self._giver
+        embeds = None if giver is None else giver.embeds(positions, tree is not None)
         if self._tile > 1:
             tokens, positions, rows, tree, embeds = whole_tiles(
                 self._tile, tokens, positions, rows, tree, embeds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,15 @@ class Guesses:
         self._core = core
         self._tree: _Tree | None = None
 
-    def run(self, tokens: Any, tree: Any, lengths: Any, columns: Any, positions: Any) -> Logits:
+    def run(
+        self,
+        tokens: Any,
+        tree: Any,
+        lengths: Any,
+        columns: Any,
+        positions: Any,
+        controls: Mapping[str, Any],
+    ) -> Logits:
         """See `Session.guess`."""
         core, before = self._core, self._core.lengths
         ids, counts = call_tokens(tokens, lengths, before, core.vocab_size, core.max_context)
@@ -47,7 +56,7 @@ class Guesses:
         full = np.full(core.batch, ids.shape[1], np.int64) if counts is None else counts
         real = np.arange(ids.shape[1]) < full[:, None]
         places = positions_of(positions, before, real, seen)
-        core.begin_tree(ids, full)
+        core.begin_tree(ids, full, controls)
         try:
             core.catch_up()
             slots = before - core.base

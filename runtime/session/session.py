@@ -349,6 +349,7 @@ class Session:
         lengths: Any = None,
         columns: Any = None,
         positions: Any = None,
+        **controls: Any,
     ) -> Logits:
         """Run a draft tree, tokens [B,T] after the tokens of each row, and return the logits after each,
         float32 [B,T,V]. With `positions`, any call whose tokens see each other as `tree` says, such as a block that
@@ -366,6 +367,7 @@ class Session:
             positions: [B,T], where in its row each token lies, of `length` .. `length` + valid tokens - 1; a token then
                 may see those behind it, too. Default: as deep in the tree as it is. What saw tokens behind it cannot
                 be kept.
+            controls: what methods take beside the tokens, as in `run`.
 
         Raises:
             InputError: the call is invalid, or the model was built without trees (`capabilities.trees`).
@@ -375,7 +377,7 @@ class Session:
             raise InputError(
                 "this model takes no draft trees; build it with a recipe that drafts trees (such as token-recycling)"
             )
-        return self._guesses.run(tokens, tree, lengths, columns, positions)
+        return self._guesses.run(tokens, tree, lengths, columns, positions, controls)
 
     @property
     def guessed(self) -> Arrays:

@@ -59,10 +59,12 @@ class GivenEmbeds(SessionObserver, CallWatcher, EmbedsGiver):
             raise InputError("embeds hold numbers that are not finite; give finite ones")
         self._rows, self._before = np.ascontiguousarray(given, np.float32), call.before
 
-    def embeds(self, positions: Ints) -> Embeds | None:
+    def embeds(self, positions: Ints, tree: bool = False) -> Embeds | None:
         """See EmbedsGiver."""
         if self._rows is None:
             return None
+        if tree:
+            return Embeds(self._rows, positions >= 0)
         columns = positions - self._before[:, None]
         mask = (positions >= 0) & (columns >= 0) & (columns < self._rows.shape[1])
         rows = np.take_along_axis(self._rows, np.where(mask, columns, 0)[:, :, None], 1)

@@ -310,8 +310,8 @@ class CallWatcher:
 class EmbedsGiver:
     """Says of a step which of its tokens have embeddings in their place."""
 
-    def embeds(self, positions: Ints) -> Embeds | None:
-        """Of tokens at these positions [B,T] (-1: padding); None: of none."""
+    def embeds(self, positions: Ints, tree: bool = False) -> Embeds | None:
+        """Of tokens at these positions [B,T] (-1: padding); None: of none. Those of a `tree` are a whole call."""
         raise NotImplementedError
 
 

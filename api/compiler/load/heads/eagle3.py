@@ -1,0 +1,156 @@
+"""EAGLE-3 heads (arXiv:2503.01840) in the layout of their authors, and in that of speculators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.compiler.load.heads import Config, HeadFormat, number
+from accel.ir.capture.arch.eagle3 import Eagle3, Eagle3Config
+from accel.ir.errors import CaptureError, shown
+from accel.runtime.draft._published import eagle3_ids, eagle3_taps
+
+_TYPE = "speculators_model_type"
+_OF_TARGET = (
+    "t2d",
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+)  # which a draft does not need
+
+
+def _is_head(config: Config) -> bool:
+    """speculators name it; the authors' have a draft vocabulary, or an architecture that says so."""
+    if _TYPE in config:
+        return bool(config[_TYPE] == "eagle3")
+    names = config.get("architectures") or []
+    return any("Eagle3" in str(name) for name in names) or (
+        "draft_vocab_size" in config and "dflash_config" not in config
+    )
+
+
+def _layer(config: Config) -> Config:
+    """What its decoder layer is configured by."""
+    inner = config.get("transformer_layer_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _vocabulary(config: Config) -> int:
+    return int(_layer(config).get("vocab_size", 0))
+
+
+def _target_width(config: Config) -> int:
+    inner = _layer(config)
+    return int(config.get("target_hidden_size") or inner.get("hidden_size", 0))
+
+
+def _module(path: Path, config: Config, tensors: Mapping[str, Tensor], layers: int) -> Eagle3:
+    """The head over its tensors. Raises CaptureError."""
+    ids = eagle3_ids(config, layers)
+    if not all(isinstance(k, int) and 0 <= k <= layers for k in ids):
+        raise CaptureError(
+            f"{path}: the head reads what goes into layers {ids}, and its target has {layers}; give a head that was "
+            "trained for this model"
+        )
+    named = {_renamed(name): tensor for name, tensor in tensors.items()}
+    layer = _layer_config(path, _layer(config))
+    vocabulary, drafted = layer.vocab_size, named.pop("d2t", None)
+    for name in _OF_TARGET:
+        named.pop(name, None)
+    if "lm_head.weight" not in named:
+        raise CaptureError(
+            f"{path} has no lm_head.weight, by which a head says its tokens; fetch it again"
+        )
+    count = len(named["lm_head.weight"])
+    if drafted is None and count != vocabulary:
+        raise CaptureError(
+            f"{path}: its draft vocabulary has {count} tokens of {vocabulary}, and no d2t says which; fetch it again"
+        )
+    eagle = config.get("eagle_config") or {}
+    head = Eagle3(
+        Eagle3Config(
+            layer,
+            eagle3_taps(config, layers),
+            _target_width(config),
+            None if drafted is None else count,
+            "embed_tokens.weight" in named,
+            _target_width(config),
+            residual_normed=bool(config.get("norm_before_residual", False)),
+            tap_norms=bool(config.get("fc_norm", eagle.get("fc_norm", False))),
+            all_taps_norm=bool(config.get("norm_before_fc", eagle.get("norm_before_fc", False))),
+            output_normed=bool(config.get("norm_output", eagle.get("norm_output", False))),
+        )
+    )
+    if drafted is not None:
+        head.set_vocabulary(_target_ids(path, drafted, count, vocabulary))
+    _fill(path, head, named)
+    return head
+
+
+def _renamed(name: str) -> str:
+    return name.removeprefix("model.").replace("layers.0.", "midlayer.")
+
+
+def _layer_config(path: Path, config: Config) -> Any:
+    from transformers import AutoConfig
+
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        number(path, config, name)
+    kind = str(config.get("model_type", "llama"))
+    told = {
+        n: v
+        for n, v in config.items()
+        if n not in ("model_type", "architectures", "quantization_config")
+    }
+    try:
+        return AutoConfig.for_model(kind, **{**told, "num_hidden_layers": 1})
+    except Exception as error:  # transformers raises many kinds
+        raise CaptureError(
+            f"{path}: transformers has no layer of model_type {shown(kind)} by this config.json: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _target_ids(path: Path, drafted: Tensor, count: int, vocabulary: int) -> Tensor:
+    """The target's id of each draft token, from how far they are apart."""
+    found = drafted.long().flatten() + torch.arange(len(drafted.flatten()))
+    if len(found) != count or not bool(((found >= 0) & (found < vocabulary)).all()):
+        raise CaptureError(
+            f"{path}: d2t names {len(found)} tokens, of {count} in the draft vocabulary and {vocabulary} in the "
+            "target's; fetch the head again"
+        )
+    if len(found.unique()) != count:
+        raise CaptureError(f"{path}: d2t names a token of the target twice; fetch the head again")
+    return found
+
+
+def _fill(path: Path, head: Eagle3, tensors: Mapping[str, Tensor]) -> None:
+    """Its parameters from tensors, all of both. Raises CaptureError."""
+    wanted = {
+        name: tensor
+        for name, tensor in head.named_parameters()
+        if not name.startswith("stand_ins.")
+    }
+    if lacks := sorted(wanted.keys() - tensors.keys()):
+        raise CaptureError(
+            f"{path} lacks {lacks[0]} ({len(lacks)} of {len(wanted)} tensors), which its config.json asks for; fetch "
+            "the head again"
+        )
+    if more := sorted(tensors.keys() - wanted.keys()):
+        raise CaptureError(
+            f"{path} has {more[0]} ({len(more)} tensors more than its config.json tells of); accel knows no such head"
+        )
+    for name, parameter in wanted.items():
+        if parameter.shape != tensors[name].shape:
+            raise CaptureError(
+                f"{path}: {name} has size {list(tensors[name].shape)}, and {list(parameter.shape)} by its config.json"
+            )
+        if not bool(torch.isfinite(tensors[name].float()).all()):
+            raise CaptureError(f"{path}: {name} holds numbers that are not finite; fetch it again")
+        parameter.data = tensors[name].float()
+
+
+EAGLE3 = HeadFormat("eagle3", _is_head, eagle3_taps, _vocabulary, _target_width, _module)

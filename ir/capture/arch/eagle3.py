@@ -1,0 +1,115 @@
+"""EAGLE-3 (arXiv:2503.01840): a layer that drafts by three hidden states of its target, as published heads have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.ir.capture.arch.features import StandIns
+from accel.ir.draft_head import DraftHead
+
+OUTSIDE = 20.0  # below the least logit: those of tokens that a draft vocabulary lacks
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Sizes and forms of a head. `layer`: its decoder layer's configuration, of transformers; its `vocab_size` is the
+    target's. taps: names of the target's outputs, each `tap_width` numbers wide. draft_vocabulary: the head's own
+    tokens; None: all. own_embedding: it has an embedding, else it is given the target's, `embedding` numbers wide.
+    residual_normed: the residual stream begins behind `hidden_norm`. tap_norms: a norm of each tap. all_taps_norm: a
+    norm of all of them together. output_normed: the features of a drafted token are those behind the last norm.
+    """
+
+    layer: Any
+    taps: tuple[str, ...]
+    tap_width: int
+    draft_vocabulary: int | None = None
+    own_embedding: bool = True
+    embedding: int = 0
+    residual_normed: bool = False
+    tap_norms: bool = False
+    all_taps_norm: bool = False
+    output_normed: bool = False
+
+    @property
+    def head(self) -> DraftHead:
+        """What its sessions take and give."""
+        width = self.layer.hidden_size
+        all_taps = self.tap_width * len(self.taps)
+        return DraftHead(self.taps, width, all_taps, 0 if self.own_embedding else self.embedding)
+
+
+class Eagle3(nn.Module):
+    """tokens [B,T], positions [B,T] -> logits and features of the next token [B,T,V+W]. What a call gives of tokens
+    has stand-ins here (`StandIns`).
+    """
+
+    draft_ids: Tensor  # [V], the place of each token in the draft vocabulary
+    drafted: Tensor  # [V], whether it has one
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        from transformers import AutoModel
+
+        c, layer = config, config.layer
+        self.draft_head = c.head
+        self.residual_normed, self.output_normed = c.residual_normed, c.output_normed
+        width, eps = layer.hidden_size, layer.rms_norm_eps
+        inner = AutoModel.from_config(layer)
+        self.midlayer, self.rotary = inner.layers[0], inner.rotary_emb
+        attention = self.midlayer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(attention, name)
+            new = nn.Linear(2 * width, old.out_features, bias=old.bias is not None)
+            setattr(attention, name, new)
+        self.midlayer.hidden_norm = nn.RMSNorm(width, eps)
+        self.embed_tokens = nn.Embedding(layer.vocab_size, width) if c.own_embedding else None
+        self.stand_ins = StandIns(self.draft_head, self.draft_head.embedding)
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(c.tap_width, eps) for _ in c.taps if c.tap_norms)
+        self.input_norm = nn.RMSNorm(c.tap_width * len(c.taps), eps) if c.all_taps_norm else None
+        self.fc = nn.Linear(c.tap_width * len(c.taps), width, bias=False)
+        self.norm = nn.RMSNorm(width, eps)
+        count = c.draft_vocabulary or layer.vocab_size
+        self.lm_head = nn.Linear(width, count, bias=False)
+        self.whole = count == layer.vocab_size and c.draft_vocabulary is None
+        if not self.whole:
+            self.register_buffer("draft_ids", torch.zeros(layer.vocab_size, dtype=torch.int64))
+            self.register_buffer("drafted", torch.zeros(layer.vocab_size, dtype=torch.bool))
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Let draft token i be token `target_ids[i]` of the target."""
+        self.draft_ids.zero_()
+        self.draft_ids[target_ids] = torch.arange(len(target_ids))
+        self.drafted.zero_()
+        self.drafted[target_ids] = True
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """The features [B,T,W] of taps [B,T,F]."""
+        if self.fc_norm:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        out: Tensor = self.fc(taps)
+        return out
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        e, h = self.stand_ins(tokens, self.fuse)
+        if self.embed_tokens is not None:
+            e = self.embed_tokens(tokens)
+        layer = self.midlayer
+        normed = layer.hidden_norm(h)
+        x = torch.cat([layer.input_layernorm(e), normed], dim=-1)
+        turns = self.rotary(h, positions)
+        mixed = layer.self_attn(hidden_states=x, position_embeddings=turns, attention_mask=None)[0]
+        y = (normed if self.residual_normed else h) + mixed
+        y = y + layer.mlp(layer.post_attention_layernorm(y))
+        last = self.norm(y)
+        logits = self.lm_head(last)
+        if not self.whole:
+            least = logits.amin(-1, keepdim=True) - OUTSIDE
+            logits = torch.where(self.drafted, logits[..., self.draft_ids], least)
+        return torch.cat([logits, last if self.output_normed else y], dim=-1)

@@ -1,0 +1,28 @@
+"""Trained heads that draft by what their target computes: what a session of one takes and gives beside tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.fields import Positive
+
+FUSE = "fuse"  # the entry that makes features of taps
+TAPS = "taps"  # its input [B,T,F]
+FEATURES = "features"  # its output [B,T,W]
+TAP_ROWS = "tap_rows.weight"  # the table that stands in for taps in a head's module
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """Slot t of a head's session holds token t + 1 and the features of token t, and its logits are of token t + 2.
+
+    taps: the outputs of the target's step (`accel.ir.taps`) which, side by side, the entry `fuse` makes a token's
+    features of. width: how many features a token has; a call gives them (`embeds`), and a step gives those of the next
+    token behind its logits. embedding: how many numbers of the target's embedding of the token a call gives before
+    them; 0: the head has its own. tap_width: numbers of all taps.
+    """
+
+    taps: tuple[str, ...]
+    width: Positive
+    tap_width: Positive
+    embedding: int = 0

@@ -1,0 +1,40 @@
+"""What config.json of a published head says of its target, without its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel.ir.errors import RecipeError
+from accel.ir.taps import EMBEDS, stream
+
+CONFIG = "config.json"
+_LAST = 3  # layers from the top: the last of EAGLE-3's taps
+
+
+def config_of(folder: Path, method: str) -> Mapping[str, Any]:
+    """Raises RecipeError where there is none."""
+    file = folder / CONFIG
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecipeError(
+            f"{method}: {file} cannot be read ({error}); set `path` to the folder of a head, which holds a "
+            f"{CONFIG} and its weights"
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def eagle3_ids(config: Mapping[str, Any], layers: int) -> list[int]:
+    """The layers whose inputs a head reads, of a target of so many."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    inner = config.get("eagle_config")
+    found = config.get(name, inner.get(name) if isinstance(inner, Mapping) else None)
+    return list(found) if isinstance(found, list) else [2, layers // 2, layers - _LAST]
+
+
+def eagle3_taps(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """The same by the names of the target's outputs: k is what goes into layer k."""
+    return tuple(EMBEDS if k == 0 else stream(k - 1) for k in eagle3_ids(config, layers))

@@ -1,0 +1,223 @@
+"""draft = eagle3: drafts are those of the published formulas, whatever stood before; tokens are plain decoding's."""
+
+import json
+
+import models
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.ir.errors import AccelError, CaptureError, RecipeError
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.length.fixed import Fixed
+from accel.runtime.sample.standard import Standard
+from accel.runtime.speculation.round_cost import unmeasured_cost
+from accel.runtime.tree.chain import Chain
+from accel.runtime.tree.eagle_tree import EagleTree
+from accel.runtime.verify.sample_match import SampleMatch
+
+from ...draft_case import plain, rows_of, speculated
+from ...heads_case import Eagle3, eagle3_folder, eagle3_tensors
+
+LAYERS, DRAFTED = 8, 40
+PROMPTS = [[5, 9, 3, 11, 7, 30, 2], [2, 8, 60, 41]]
+FORMS = {
+    "authors": {},
+    "normed": {"fc_norm": True, "norm_output": True},
+    "speculators": {"norm_before_residual": True, "norm_before_fc": True},
+    "whole": {},
+}
+
+
+@pytest.fixture(scope="module")
+def module():
+    torch.manual_seed(3)
+    return models.make("llama", LAYERS).eval()
+
+
+def head_of(module, folder, form, **more):
+    """Its folder, and the plain one."""
+    width, vocabulary = module.config.hidden_size, module.config.vocab_size
+    config = FORMS[form]
+    tensors = eagle3_tensors(
+        *(width, 32, vocabulary, vocabulary if form == "whole" else DRAFTED),
+        own=True if form in ("speculators", "authors") else width != 32,
+        fc_norm="fc_norm" in config,
+        input_norm="norm_before_fc" in config,
+    )
+    named = form == "speculators"
+    path = eagle3_folder(folder, tensors, width, vocabulary, named, **config, **more)
+    return path, Eagle3(tensors, "norm_before_residual" in config, "norm_output" in config)
+
+
+def build(module, path, target="eager", tree="chain", **more):
+    recipe = {
+        "draft": {"use": "eagle3", "path": str(path), "weights": ""},
+        "tree": {"use": tree},
+        "verify": {"use": "sample-match"},
+        "length": {"use": "fixed"},
+    }
+    return accel.optimize(module, recipe, target=target, max_context=64, max_batch=2, **more)
+
+
+@torch.no_grad()
+def taps_of(module, tokens, ids=(2, LAYERS // 2, LAYERS - 3)):
+    """What goes into three layers, for all tokens but the last."""
+    states = module(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    return [states[k][0] for k in ids]
+
+
+def drafts(model, texts, count, rounds):
+    """What rows draft behind growing beginnings of texts, a session that runs them, drafts between."""
+    method = model.decoding()[1].methods["draft"]
+    rows, found = rows_of([text[: rounds[0] - 1] for text in texts]), []
+    methods = {"tree": Chain(), "verify": SampleMatch(), "length": Fixed(count)}
+    with model.session(len(texts)) as session:
+        drafters = method.open(session, rows, DecodeContext(methods, None, model))
+        session.prompt(np.array([row.prompt for row in rows]))
+        done = rounds[0] - 1
+        for size in rounds:
+            if size - 1 > done:
+                session.run(np.array([text[done : size - 1] for text in texts]))
+            for row, text in zip(rows, texts, strict=True):
+                for token in text[row.seen.size : size]:
+                    row.accept(token, None)
+            done = size - 1
+            paces = Fixed(count).open(rows, unmeasured_cost)
+            trees = drafters.draft(dict.fromkeys(range(len(texts)), count), paces)
+            found.append([trees[i].tokens.tolist() for i in range(len(texts))])
+        drafters.close()
+    return found
+
+
+def texts_of(count):
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, 100, count).tolist() for _ in range(2)]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_draft_is_that_of_the_formulas(module, tmp_path, form):
+    """Behind a prompt, and behind tokens that came after other drafts. The control: taps of the layer before."""
+    path, head = head_of(module, tmp_path / "head", form)
+    embedding, texts, rounds = (
+        module.get_input_embeddings().weight.detach(),
+        texts_of(20),
+        (8, 9, 14),
+    )
+
+    def wanted(**other):
+        return [
+            [
+                head.chain(embedding, taps_of(module, text[:n], **other), text[:n], 4)
+                for text in texts
+            ]
+            for n in rounds
+        ]
+
+    with build(module, path) as model:
+        found = drafts(model, texts, 4, rounds)
+    with torch.no_grad():
+        assert found == wanted()
+        assert found != wanted(ids=(1, LAYERS // 2 - 1, LAYERS - 4)), (
+            "the control: off by one layer"
+        )
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+@pytest.mark.parametrize(
+    ("tree", "temperature"), [(Chain(), 0.0), (EagleTree(), 0.0), (Chain(), 0.9)]
+)
+def test_tokens_are_those_of_plain_decoding(module, tmp_path, target, tree, temperature):
+    path, _ = head_of(module, tmp_path / "head", "authors")
+    out = {"out": tmp_path / "out"} if target == "onnx" else {}
+    sampler = Standard(temperature=temperature)
+
+    def rows():
+        found = rows_of(PROMPTS, sampler, limit=16, max_context=64)
+        for i, row in enumerate(found):
+            row.rng = np.random.default_rng(i)
+        return found
+
+    with build(module, path, target, tree.use, **out) as model:
+        method = model.decoding()[1].methods["draft"]
+        want, made = plain(model.session(2), rows()), rows()
+        with model.session(2) as session:
+            more = {"length": Fixed(4), "model": model, "tree": tree}
+            list(speculated(session, made, method, "sample-match", **more))
+        assert [row.tokens for row in made] == want
+        assert sum(row.drafting["drafted"] for row in made) > 20
+
+
+def test_a_head_that_says_what_the_target_does_is_accepted(module, tmp_path):
+    """The target's own head reads its last stream: with taps of it alone a draft's first token is the target's."""
+    width, vocabulary = module.config.hidden_size, module.config.vocab_size
+    tensors = eagle3_tensors(width, width, vocabulary, vocabulary)
+    tensors |= {
+        n: torch.zeros_like(t) for n, t in tensors.items() if "o_proj" in n or "down_proj" in n
+    }
+    assert not tensors["midlayer.mlp.down_proj.weight"].any()
+    ids = [1, 2, LAYERS]
+    tensors["fc.weight"] = torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], 1)
+    tensors["norm.weight"] = module.get_decoder().norm.weight.detach()
+    tensors["lm_head.weight"] = module.get_output_embeddings().weight.detach()
+    path = eagle3_folder(
+        tmp_path / "head", tensors, width, vocabulary, eagle_aux_hidden_state_layer_ids=ids
+    )
+    text = texts_of(12)[0]
+    with torch.no_grad():
+        logits = module(torch.tensor([text[:-1]])).logits[0]
+    with build(module, path) as model:
+        (found,) = drafts(model, [text], 1, (12,))
+    assert found == [[int(logits[-1].argmax())]], (
+        "it knows what the target said of the last token but one"
+    )
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t, c: t.pop("fc.weight"), "lacks fc.weight .1 of 14 tensors"),
+        (lambda t, c: t.update(extra=torch.zeros(2)), "has extra .1 tensors more"),
+        (lambda t, c: t.pop("d2t"), "has 40 tokens of 101, and no d2t says which"),
+        (lambda t, c: t["d2t"].__setitem__(0, 900), "d2t names 40 tokens, of 40 .* and 101"),
+        (lambda t, c: t["norm.weight"].__setitem__(0, float("nan")), "norm.weight holds numbers"),
+        (lambda t, c: c.update(hidden_size=64), "has size .*, and .* by its config.json"),
+        (lambda t, c: c.update(hidden_size="a"), "hidden_size = 'a'; a head needs a whole number"),
+        (lambda t, c: c.update(vocab_size=90), "has 90 tokens and the model 101"),
+        (
+            lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[2, 3, 9]),
+            r"output of the step 'stream.8' does not exist",
+        ),
+        (lambda t, c: c.update(target_hidden_size=40), "reads states of 40 numbers, .* of 48"),
+    ],
+)
+def test_wrong_heads_are_refused(module, tmp_path, change, words):
+    width, vocabulary = module.config.hidden_size, module.config.vocab_size
+    tensors = eagle3_tensors(width, 32, vocabulary, DRAFTED, own=True)
+    path = eagle3_folder(tmp_path / "head", tensors, width, vocabulary)
+    config = json.loads((path / "config.json").read_text())
+    change(tensors, config)
+    eagle3_folder(
+        path,
+        {"norm.weight": torch.ones(32), "lm_head.weight": torch.ones(1, 1), **tensors},
+        width,
+        9,
+    )
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AccelError, match=words):
+        build(module, path).close()
+
+
+def test_what_is_no_head(module, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(RecipeError, match="holds a model, not a head"):
+        build(module, tmp_path)
+    with pytest.raises(RecipeError, match="does not exist|cannot be read"):
+        build(module, tmp_path / "none")
+    path, _ = head_of(module, tmp_path / "head", "authors")
+    with pytest.raises(CaptureError, match="drafts for a model, not a model; give it beside one"):
+        accel.optimize(path, "base", target="eager")
