@@ -33,6 +33,7 @@ class Eagle3(Base):
     path: str = ""
     weights: str = "int8"
 
+    key = "eagle3"
     embeds = head = True
     asks = {"tree": "chain"}
     provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})

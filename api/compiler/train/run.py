@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,7 +92,7 @@ class Run(Kind):
         told |= {n: f"{v:.4f}" for n, v in means.items()}
         by = made_by(method, read)
         out = options.out or kept_at(method.key, soft.names, by)
-        write(method, out, run.parts, soft.names, told, by)
+        run.write(out, told, by)
         file.unlink(missing_ok=True)
         return Made(out, f"{run.step} steps in {duration(run.seconds)}; {losses}")
 
@@ -109,6 +109,10 @@ class Run(Kind):
     def progress(self) -> float:
         """The share of the minutes that is over."""
         return self.seconds / 60 / self.options.minutes
+
+    def write(self, out: Path, told: Mapping[str, str], by: Mapping[str, Any]) -> None:
+        """The part's file, whole or not at all. `by`: the options of the method by which it was made."""
+        write(self.soft.method, out, self.parts, self.soft.names, told, by)
 
     def save(self) -> None:
         new = self.file.with_name(self.file.name + ".new")

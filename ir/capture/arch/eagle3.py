@@ -96,20 +96,28 @@ class Eagle3(nn.Module):
         out: Tensor = self.fc(taps)
         return out
 
+    def beginning(self, e: Tensor, h: Tensor) -> Tensor:
+        """What attention reads [B,T,2W] of embeddings and features [B,T,W]."""
+        layer = self.midlayer
+        return torch.cat([layer.input_layernorm(e), layer.hidden_norm(h)], dim=-1)
+
+    def ending(self, h: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits [B,T,Vd] and features of the next token [B,T,W], of features and attention's output [B,T,W]."""
+        layer = self.midlayer
+        y = (layer.hidden_norm(h) if self.residual_normed else h) + mixed
+        y = y + layer.mlp(layer.post_attention_layernorm(y))
+        last = self.norm(y)
+        return self.lm_head(last), last if self.output_normed else y
+
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         e, h = self.stand_ins(tokens, self.fuse)
         if self.embed_tokens is not None:
             e = self.embed_tokens(tokens)
-        layer = self.midlayer
-        normed = layer.hidden_norm(h)
-        x = torch.cat([layer.input_layernorm(e), normed], dim=-1)
-        turns = self.rotary(h, positions)
-        mixed = layer.self_attn(hidden_states=x, position_embeddings=turns, attention_mask=None)[0]
-        y = (normed if self.residual_normed else h) + mixed
-        y = y + layer.mlp(layer.post_attention_layernorm(y))
-        last = self.norm(y)
-        logits = self.lm_head(last)
+        attention = self.midlayer.self_attn
+        x, turns = self.beginning(e, h), self.rotary(h, positions)
+        mixed = attention(hidden_states=x, position_embeddings=turns, attention_mask=None)[0]
+        logits, features = self.ending(h, mixed)
         if not self.whole:
             least = logits.amin(-1, keepdim=True) - OUTSIDE
             logits = torch.where(self.drafted, logits[..., self.draft_ids], least)
-        return torch.cat([logits, last if self.output_normed else y], dim=-1)
+        return torch.cat([logits, features], dim=-1)
