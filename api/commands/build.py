@@ -22,6 +22,7 @@ Examples:
   accel-compile build ./my-model --recipe float16 --max-context 8192 --out ./artifact
   accel-compile build ./my-model --recipe int4-gptq --calibration my-text.txt --out ./artifact
   accel-compile build ./my-model --recipe kvquant --train --out ./artifact
+  accel-compile build ./my-model --recipe int8 --draft ./my-eagle3-head --out ./artifact
   accel-compile build ./my-model --adapter poet=./poet --adapter coder=./coder --out ./artifact
   accel-compile build ./all-MiniLM-L6-v2 --max-batch 32 --out ./artifact
   accel-compile build ./my-model --recipe my.toml --dump ./text --json --out ./artifact
@@ -62,6 +63,14 @@ class Steps:
         typer.Option(
             metavar="FILE",
             help="Calibration text for weight quantisation and its loss. Default: the bundled text.",
+        ),
+    ] = None
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="What drafts for the model: the folder of a published head (EAGLE-3, in its authors' layout or "
+            "speculators'), or a smaller model.",
         ),
     ] = None
     merge_adapter: options.MergeAdapter = None

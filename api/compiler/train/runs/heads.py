@@ -1,4 +1,4 @@
-"""Training of heads that draft by hidden states (EAGLE-3, arXiv:2503.01840): at each place of a text a draft is unrolled
+"""Training of heads that draft by hidden states (EAGLE-3, arXiv:2503.01840): at each place of a text a draft is made,
 in which the head reads its own features, and each drafted token learns what the model says of it.
 """
 
