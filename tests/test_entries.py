@@ -49,6 +49,7 @@ BUILDS = {  # entries -> architecture, recipe
     "flat": ("llama", {"batch": {"use": "flat"}}),
     "shift": ("llama", {"kv.reuse": {"use": "pie"}}),
     "blend": ("llama", {"kv.reuse": {"use": "kvshare"}}),
+    "exit": ("llama", {"draft": {"use": "del-exit"}}),
     "augment": ("llama", {"prefill.prune": {"use": "cache-augment"}}),
 }
 

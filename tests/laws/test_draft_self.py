@@ -146,7 +146,7 @@ def test_what_a_draft_says_changes_between_drafts_only():
 
     class Changes(BySelf):
         def further(self, tokens):
-            said.append(self._says["run_layers"].tolist())
+            said.append(self._saying[0]["run_layers"].tolist())
             logits = BySelf.further(self, tokens)
             self.less = {"run_layers": plans[1]}
             return logits
@@ -159,3 +159,31 @@ def test_what_a_draft_says_changes_between_drafts_only():
             drafters.draft({0: 2, 1: 2}, Fixed(9).open(rows, unmeasured_cost))
     one, other = (plan.tolist() for plan in plans)
     assert said == [one] * 2 + [other] * 2
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_rows_may_say_different_things(swapped):
+    """Each drafts as it does alone by its own plan; the control: by the other's it does not."""
+    plans = [{"run_layers": np.arange(3) < n} for n in (1, 2)]
+
+    class Apart(BySelf):
+        def says(self, row):
+            return self.less[row]
+
+    class Alone(BySelf):
+        pass
+
+    def drafts(kind, prompts, **less):
+        method = LayerSkip()
+        object.__setattr__(method, "open", lambda s, r, c: kind(s, r, c, 0.5, **less))
+        session, rows, drafters = opened(method, model_of(LayerSkip()), prompts)
+        if kind is Apart:
+            drafters.less = plans[::-1] if swapped else plans
+        with session:
+            limits = dict.fromkeys(range(len(rows)), 6)
+            trees = drafters.draft(limits, Fixed(9).open(rows, unmeasured_cost))
+        return [trees[i].tokens.tolist() for i in limits]
+
+    prompts = TOKENS[:2, :PROMPT]
+    alone = [drafts(Alone, prompts[i : i + 1], **plans[i])[0] for i in (0, 1)]
+    assert (drafts(Apart, prompts) == alone) is not swapped
