@@ -50,6 +50,7 @@ BUILDS = {  # entries -> architecture, recipe
     "shift": ("llama", {"kv.reuse": {"use": "pie"}}),
     "blend": ("llama", {"kv.reuse": {"use": "kvshare"}}),
     "exit": ("llama", {"draft": {"use": "del-exit"}}),
+    "skips": ("llama", {"draft": {"use": "clasp"}}),
     "augment": ("llama", {"prefill.prune": {"use": "cache-augment"}}),
 }
 

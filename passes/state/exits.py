@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from accel.ir.entries.exit import CHANCE, EXIT, STREAM, TOKEN

@@ -24,8 +24,8 @@ class BySelf(ByLogits):
     """A token per call of the target's session; the draft is rewound, and the verification call writes it again.
 
     `less`: what its calls say beside tokens (`Session.run`). A subclass may change it between drafts, by what it hears
-    in `observe`, or say something else of each row (`says`); all calls of a row's draft say the same, or layers that one
-    of them left out would lack its tokens.
+    in `observe`, or say something else of each row (`says`); all calls of a row's draft say the same, or layers that
+    one of them left out would lack its tokens.
     """
 
     joins = True  # it drafts for all rows of the target's session, whatever these are

@@ -1,5 +1,5 @@
-"""KNN-SSD (arXiv:2505.16162): self-speculative decoding; drafts leave out attentions and MLPs, by the plan of the kind of
-text that a prompt is nearest to, and all of the model verifies, with one cache.
+"""KNN-SSD (arXiv:2505.16162): self-speculative decoding; drafts leave out attentions and MLPs, by the plan of the kind
+of text that a prompt is nearest to, and all of the model verifies, with one cache.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class KnnSsd(TrainedPart, Base):
     """A drafted token runs the attentions and MLPs of a plan, the final norm and the LM head. Its cache entries are
     rewound and written again by the verification call.
 
-    A prompt's plan is that of the anchor whose direction is nearest to the mean of its last hidden states, for the whole
-    request. A prompt that is less near to it than texts of that kind are leaves out every second layer, as all do where
-    there is no part.
+    A prompt's plan is that of the anchor whose direction is nearest to the mean of its last hidden states, for the
+    whole request. A prompt that is less near to it than texts of that kind are leaves out every second layer, as all do
+    where there is no part.
 
     `trained`: the file of anchors and plans, from `accel-compile train knn-ssd MODEL --text FOLDER`, a file of text for
     each kind; empty: the one that a build finds for the model.

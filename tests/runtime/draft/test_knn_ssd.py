@@ -1,5 +1,5 @@
-"""draft = knn-ssd: which kind of text a prompt is of, by transformers' hidden states; the plans that drafts then run; and
-the file of anchors and plans, from texts of each kind.
+"""draft = knn-ssd: which kind of text a prompt is of, by transformers' hidden states; the plans that drafts then run;
+and the file of anchors and plans, from texts of each kind.
 """
 
 from pathlib import Path

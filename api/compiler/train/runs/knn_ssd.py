@@ -1,5 +1,5 @@
-"""Anchors and plans of `knn-ssd` (arXiv:2505.16162): of each kind of text a plan, searched as that of `draft-verify`, and
-the directions that the means of its texts' last hidden states lie in, found by k-means.
+"""Anchors and plans of `knn-ssd` (arXiv:2505.16162): of each kind of text a plan, searched as that of `draft-verify`,
+and the directions that the means of its texts' last hidden states lie in, found by k-means.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def anchors_of(means: Tensor) -> Tensor:
     real = torch.ones(1, len(means), dtype=torch.bool)
     units = torch.ones(1, count, dtype=torch.bool)
     labels, found = k_means(means[None, None], real, units, ROUNDS)
-    return found[0, 0][labels.unique()]
+    directions: Tensor = found[0, 0][labels.unique()]
+    return directions
 
 
 def near(means: Tensor, anchors: Tensor) -> Tensor:
