@@ -1,4 +1,4 @@
-"""`skips`: which layers to leave out so that a token's residual stream comes out most alike (CLaSp, arXiv:2505.24196)."""
+"""`skips`: which layers to leave out so that a token's residual stream comes out most alike (arXiv:2505.24196)."""
 
 from __future__ import annotations
 

@@ -29,11 +29,12 @@ NEVER = -2.0  # below any cosine
 class Skips(Pass):
     """A new entry
 
-    `skips(streams [B,L+1,E], positions [B,T], slots [B], tree [B,T,T]) -> skips [B,L,T], likeness [B,T], state`, T = N+1:
-    of a token the stream before each layer and behind the last. Row j of the T is what j layers less make of it, all at
-    the token's position, and of the call each sees itself alone. Behind each layer row j is either what the layer makes
-    of it, or row j-1 as it came in, whichever is nearer to the token's own stream there, by the cosine: 1 in `skips` for
-    the latter. `likeness`: the cosines in the end. The state that it gives is of no use.
+    `skips(streams [B,L+1,E], positions [B,T], slots [B], tree [B,T,T]) -> skips [B,L,T], likeness [B,T], state`
+
+    of a token's stream before each layer and behind the last. Row j of the T is what the model makes of it with j layers
+    less. All lie at the token's position, and of the call each sees itself alone. Behind each layer row j is either what
+    the layer makes of it, or row j-1 as it came in (1 in `skips`), whichever is nearer to the token's own stream there,
+    by the cosine. `likeness`: the cosines in the end. The state that it gives is of no use.
 
     reader: the method that asks.
     """
@@ -49,8 +50,8 @@ class Skips(Pass):
         calls = layer_calls(entry.graph)
         if len(calls) != len(program.facts.layers) or not calls:
             raise PassError(
-                f"{self.reader.full_name} runs layers apart, but {len(calls)} of {len(program.facts.layers)} layers were "
-                "found in the graph; build without it"
+                f"{self.reader.full_name} runs layers apart, but {len(calls)} of {len(program.facts.layers)} layers "
+                "were found in the graph; build without it"
             )
         editor, positions = Editor(program, entry.graph), entry.input("positions")
         before = calls[0].args[0]
@@ -85,8 +86,8 @@ class Skips(Pass):
                 entry.graph.erase_node(holder)
         if "tokens" in entry.inputs:
             raise PassError(
-                f"{self.reader.full_name}: this model's layers read its tokens beside the stream, which a stream cannot "
-                "stand for; build without it"
+                f"{self.reader.full_name}: this model's layers read its tokens beside the stream, which a stream "
+                "cannot stand for; build without it"
             )
         entry.defaults = {}
         program.entries[SKIPPING.name] = entry

@@ -267,7 +267,7 @@ class Session:
         it gives beside the state. Rows hold what they held. Raises InputError where the model has no such graph.
 
         `width`: tokens that the graph lays behind those of each row, to try what comes of them: there is room for them,
-        and its input `slots` says where they begin. They stay there, so it is for a copy (`fork`), which is then closed.
+        and its input `slots` says where they begin. They stay there, so it is for a copy (`fork`) that is then closed.
         """
         core = self._open(same=not width)
         check_names("entry", [name], core.backend.entries)

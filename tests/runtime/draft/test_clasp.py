@@ -1,5 +1,5 @@
-"""draft = clasp: the layers that are left out, against the same programme by calls that leave layers out, and against all
-sets of so many layers.
+"""draft = clasp: the layers that are left out, against the same programme by calls that leave layers out, and against
+all sets of so many layers.
 """
 
 from itertools import combinations

@@ -125,7 +125,8 @@ def anchors_of(means: Tensor) -> Tensor:
 def near(means: Tensor, anchors: Tensor) -> Tensor:
     """Cosines [n,A] of means [n,E] with anchors [A,E]."""
     one, other = (x / x.norm(dim=1, keepdim=True).clamp(min=1e-12) for x in (means, anchors))
-    return one @ other.T
+    found: Tensor = one @ other.T
+    return found
 
 
 def found_again(means: list[Tensor], part: dict[str, Tensor]) -> float:
