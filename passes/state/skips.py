@@ -31,10 +31,10 @@ class Skips(Pass):
 
     `skips(streams [B,L+1,E], positions [B,T], slots [B], tree [B,T,T]) -> skips [B,L,T], likeness [B,T], state`
 
-    of a token's stream before each layer and behind the last. Row j of the T is what the model makes of it with j layers
-    less. All lie at the token's position, and of the call each sees itself alone. Behind each layer row j is either what
-    the layer makes of it, or row j-1 as it came in (1 in `skips`), whichever is nearer to the token's own stream there,
-    by the cosine. `likeness`: the cosines in the end. The state that it gives is of no use.
+    of a token's stream before each layer and behind the last. Row j of the T is what the model makes of it with j
+    layers less. All lie at the token's position, and of the call each sees itself alone. Behind each layer row j is
+    either what the layer makes of it, or row j-1 as it came in (1 in `skips`), whichever is nearer to the token's own
+    stream there, by the cosine. `likeness`: the cosines in the end. The state that it gives is of no use.
 
     reader: the method that asks.
     """
