@@ -160,10 +160,10 @@ def test_what_does_not_fit_is_refused(model, tmp_path):
 
 
 class Numbers:
-    """A tokenizer of texts that are numbers."""
+    """A tokenizer of texts that are numbers, behind a 2."""
 
     def encode(self, text, special=True):
-        return [int(one) for one in text.split()]
+        return [2] * special + [int(one) for one in text.split()]
 
 
 class Loaded(Source):
@@ -198,19 +198,19 @@ def test_a_part_is_made_of_a_folder_of_texts_and_finds_their_kinds(model, tmp_pa
     tried = []
     search = runs.Search.run
     monkeypatch.setattr(runs.Search, "run", lambda *a: tried.append(search(*a)) or tried[-1])
-    folder = texts(tmp_path / "texts", high=(60, 90), low=(3, 30))
+    folder = texts(tmp_path / "texts", high=(60, 66), low=(3, 9))
     found = made(folder, tmp_path / "part.safetensors")
     method = KnnSsd(str(found.file))
     method.fit(model)
     part = method.part
-    assert part["anchors"].shape == (20, 48) and sorted(set(part["kind"])) == [0, 1]
+    assert 2 < len(part["anchors"]) <= 2 * runs.ANCHORS and set(part["kind"]) == {0, 1}
     assert "found again 1" in found.message and "speed of high" in found.message
     plans, costs = method.plans(DecodeContext(model=model))
     assert len(plans) == 3 and costs[:2] == pytest.approx([one.cost for one in tried])
     for plan, one in zip(plans, tried, strict=False):
         off = {("run_attn", i) for i in np.flatnonzero(~plan.attn)}
         assert off | {("run_mlp", i) for i in np.flatnonzero(~plan.mlp)} == one.left_out
-    read = [one[:3].numpy() for one in runs.kinds_of(source_of(), options_of(folder)).values()]
+    read = [one[:3].numpy() for one, _ in runs.kinds_of(source_of(), options_of(folder)).values()]
     for number, prompts in enumerate(read):
         near = [np.corrcoef(mean_of(p), part["anchors"])[0, 1:] for p in prompts]
         assert {part["kind"][one.argmax()] for one in near} == {number}
@@ -230,6 +230,21 @@ def test_anchors_are_the_means_of_the_directions_nearest_to_them():
         torch.testing.assert_close(anchors[n], means[labels == n].mean(0))
     assert len(runs.anchors_of(means[:3])) == 3
     assert len(runs.anchors_of(means[:1].expand(12, -1))) == 1, "what is alike is one"
+
+
+def test_texts_that_are_not_learnt_from_are_of_the_end_of_a_file(tmp_path):
+    numbers = list(range(3, 83)) * 3
+    (tmp_path / "all.txt").write_text(" ".join(map(str, numbers)))
+    ((texts, held),) = runs.kinds_of(source_of(), options_of(tmp_path, samples=40)).values()
+    assert texts.shape == (35, 13) and held.shape == (5, 13)
+    assert set(texts[:, 0].tolist()) == set(held[:, 0].tolist()) == {2}, "as prompts begin"
+    texts, held = texts[:, 1:], held[:, 1:]
+    last = numbers[len(numbers) * 7 // 8 :]
+    for row in held.tolist():
+        assert row == last[last.index(row[0]) :][:12]
+    assert max(row[0] for row in texts.tolist()) > min(last), "of another time round"
+    with pytest.raises(InputError, match="has 240 tokens; give text=… of more than"):
+        runs.kinds_of(source_of(), options_of(tmp_path, length=30))
 
 
 def test_texts_that_will_not_do_are_refused(tmp_path):

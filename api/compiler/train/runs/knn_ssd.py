@@ -5,7 +5,6 @@ and the directions that the means of its texts' last hidden states lie in, found
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,21 +52,16 @@ class Anchored(HostKind):
         options = replace(options, length=min(options.length, source.program.facts.max_context))
         kinds = kinds_of(source, options)
         plain, tapped = passed(source), passed(source, Taps((one,)))
-        held = torch.arange(options.samples * options.rows) % HELD == HELD - 1
-        if not held.any():
-            raise InputError(
-                f"{one.key}: {len(held)} texts of a kind tell too little; give samples={HELD} or more"
-            )
         found, means, told = list[dict[str, Any]](), list[Tensor](), dict[str, float]()
         with torch.no_grad(), plain.params.read_once():
-            for number, (name, texts) in enumerate(kinds.items()):
+            for number, (name, (texts, held)) in enumerate(kinds.items()):
                 source.progress(f"kind {name}", number / len(kinds))
-                search = Search(plain, texts[~held][:SEARCHED])
+                search = Search(plain, texts[:SEARCHED])
                 best = search.run(search.proposals, source.progress, source.say)
                 plan = Plan.without(best.left_out, len(search.calls))
-                means.append(means_of(tapped, texts))
-                anchors = anchors_of(means[-1][~held])
-                least = near(means[-1][held], anchors).amax(1).min()
+                means.append(means_of(tapped, held))
+                anchors = anchors_of(means_of(tapped, texts))
+                least = near(means[-1], anchors).amax(1).min()
                 found.append({"plan": plan, "cost": best.cost, "anchors": anchors, "least": least})
                 told |= {f"speed of {name}": best.speed, f"likeliest of {name}": best.share}
         part = {
@@ -80,13 +74,15 @@ class Anchored(HostKind):
             "cost": torch.tensor([each["cost"] for each in found]),
             "least": torch.stack([each["least"] for each in found]),
         }
-        told["found again"] = found_again([one[held] for one in means], part)
+        told["found again"] = found_again(means, part)
         samples = {"model": sample(lambda: Whole(source.program))}
         return save_part(one, read, part, samples, told, options)
 
 
-def kinds_of(source: Source, options: TrainOptions) -> dict[str, Tensor]:
-    """Of each file of the folder, by its name, as many texts [n,T] as the options say. Raises InputError."""
+def kinds_of(source: Source, options: TrainOptions) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each file of the folder, by its name, as many texts [n,T] as the options say, behind what prompts begin with.
+    An eighth of them, those from its last eighth, are apart. Raises InputError.
+    """
     assert options.text is not None
     files = sorted(one for one in options.text.iterdir() if one.is_file())
     if not files:
@@ -95,14 +91,24 @@ def kinds_of(source: Source, options: TrainOptions) -> dict[str, Tensor]:
         )
     if source.tokenizer is None:
         raise InputError(f"{source.path} has no tokenizer for a text; give tokenizer=…")
-    return {file.stem: _texts(source, file, options) for file in files}
+    if (count := options.samples * options.rows) < HELD:
+        raise InputError(
+            f"{count} texts of a kind tell too little; give samples={-(-HELD // options.rows)} or more"
+        )
+    first, found = torch.tensor(source.tokenizer.encode(""), dtype=torch.int64), {}
 
+    def texts(ids: Tensor, count: int) -> Tensor:
+        some = next(text_rows(ids, options.length, count, options.seed))[0][:, :-1]
+        return torch.cat([first.expand(count, -1), some], 1)
 
-def _texts(source: Source, file: Path, options: TrainOptions) -> Tensor:
-    assert source.tokenizer is not None
-    ids = text_ids(source.tokenizer, file, options.length)
-    rows = text_rows(ids, options.length, options.rows, options.seed)
-    return torch.cat([next(rows)[0][:, :-1] for _ in range(options.samples)])
+    for file in files:
+        ids = text_ids(source.tokenizer, file, HELD * (options.length + 2))
+        last = len(ids) * (HELD - 1) // HELD
+        found[file.stem] = (
+            texts(ids[:last], count - count // HELD),
+            texts(ids[last:], count // HELD),
+        )
+    return found
 
 
 def means_of(program: Program, texts: Tensor) -> Tensor:
