@@ -169,21 +169,21 @@ def test_a_plan_is_that_of_the_newest_token_and_of_its_row(model):
             session.run([[text[-1]] for text in texts])
 
 
-@pytest.mark.parametrize("every", [1, 4, 1000])
-def test_plans_are_found_as_often_as_is_said(model, every, monkeypatch):
-    asked, drafts, entry, draft = [], [], Session.entry, clasp._InContext.draft
+@pytest.mark.parametrize("drafts", [1, 4, 1000])
+def test_plans_are_found_as_often_as_is_said(model, drafts, monkeypatch):
+    asked, made, entry, draft = [], [], Session.entry, clasp._InContext.draft
     monkeypatch.setattr(Session, "entry", lambda *a: asked.append(a[1]) or entry(*a))
 
     def drafting(self, limits, more):
         trees = draft(self, limits, more)
-        drafts.append(any(map(len, trees.values())))
+        made.append(any(map(len, trees.values())))
         return trees
 
     monkeypatch.setattr(clasp._InContext, "draft", drafting)
     rows = rows_of(PROMPTS[:1], limit=40)
     with model.session() as session:
-        list(speculated(session, rows, Clasp(every=every), length=Fixed(3), model=model))
-    assert set(asked) == {SKIPPING.name} and len(asked) == -(-sum(drafts) // every)
+        list(speculated(session, rows, Clasp(every=drafts), length=Fixed(3), model=model))
+    assert set(asked) == {SKIPPING.name} and len(asked) == -(-sum(made) // drafts)
 
 
 def test_without_skips_all_is_accepted_and_nothing_is_asked(model, monkeypatch):
