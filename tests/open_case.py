@@ -4,7 +4,7 @@ fall.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +30,12 @@ Says = Callable[[Prefix], np.ndarray]
 
 class Tables:
     """A session whose logits are a function of the tokens that a row holds, and another one for less. `held`: those of
-    the first row.
+    the first row. `extra`: names of outputs that its steps could give; who listens hears of none.
     """
 
     max_context, capabilities = 64, Capabilities()
     kv_most = 0
+    extra: Sequence[str] = ()
 
     def __init__(self, says: Says, less: Says, size: int, batch: int = 1):
         self.says, self.less, self.vocab_size = says, less, size
@@ -107,6 +108,12 @@ class Tables:
     def end_prompt(self):
         pass
 
+    def listen(self, listener):
+        pass
+
+    def unlisten(self, listener):
+        pass
+
     def close(self):
         pass
 
@@ -163,6 +170,7 @@ class Opened:
             Row(np.array(prompt), world.sampler, None, limit=length, max_context=64)  # type: ignore[arg-type]
             for prompt in self.prompts
         ]
+        target.extra = self.method.taps(2)
         depth = SimpleNamespace(plan=[0, 0], mlp=[0, 0])
         facts = SimpleNamespace(depth=depth, layers=[], parameters=1, vocab_size=size)
         masks = Diffusion(size, shift=True)  # if it fills any

@@ -7,6 +7,7 @@ from matrix import random_part
 
 import accel
 from accel.compiler.over_state import over_state
+from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
 from accel.ir.entries import kind_of, kinds
 from accel.ir.entries.prompt import part_of
@@ -49,6 +50,10 @@ BUILDS = {  # entries -> architecture, recipe
     "flat": ("llama", {"batch": {"use": "flat"}}),
     "shift": ("llama", {"kv.reuse": {"use": "pie"}}),
     "blend": ("llama", {"kv.reuse": {"use": "kvshare"}}),
+    "embed": ("llama", {"loop": {"use": "superposed"}}),
+    "replay": ("xlstm", {"draft": {"use": "prompt-lookup"}}),
+    "exit": ("llama", {"draft": {"use": "del-exit"}}),
+    "skips": ("llama", {"draft": {"use": "clasp"}}),
     "augment": ("llama", {"prefill.prune": {"use": "cache-augment"}}),
 }
 
@@ -59,7 +64,8 @@ def build(tmp_path_factory):
 
     def get(name):
         architecture, tables = BUILDS[name]
-        model = make(architecture) if name == "encode" else models.ARCHITECTURES[architecture]()
+        maker = {"encode": make, "replay": small_model}.get(name)
+        model = maker(architecture) if maker else models.ARCHITECTURES[architecture]()
         optimize = with_trees if name == "commit" else accel.optimize
         out = tmp_path_factory.mktemp("entries") / "artifact"
         if name == "augment":

@@ -30,14 +30,14 @@ class _Genai(EntryKind):
 
         from accel.ir.entries._values import call
 
-        given = call(program, 2, min(13, program.facts.max_context))
+        entry, given = program.entries[name], call(program, 2, min(13, program.facts.max_context))
         found = {
             "input_ids": given["tokens"],
             "position_ids": given["positions"],
             "attention_mask": torch.ones_like(given["tokens"]),
         }
-        for holder in program.entries[name].graph.find_nodes(op="placeholder"):
-            if holder.target not in found:  # past keys and values
+        for holder in entry.graph.find_nodes(op="placeholder"):
+            if holder.target not in {*found, *entry.defaults}:  # past keys and values
                 _, heads, _, width = holder.meta["val"].shape
                 found[str(holder.target)] = torch.zeros(2, heads, 0, width)
         return found

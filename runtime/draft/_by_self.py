@@ -24,7 +24,8 @@ class BySelf(ByLogits):
     """A token per call of the target's session; the draft is rewound, and the verification call writes it again.
 
     `less`: what its calls say beside tokens (`Session.run`). A subclass may change it between drafts, by what it hears
-    in `observe`; all calls of a draft say the same, or layers that one of them left out would lack its tokens.
+    in `observe`, or say something else of each row (`says`); all calls of a row's draft say the same, or layers that
+    one of them left out would lack its tokens.
     """
 
     joins = True  # it drafts for all rows of the target's session, whatever these are
@@ -40,14 +41,29 @@ class BySelf(ByLogits):
         super().__init__(rows, context, session.vocab_size, draft_cost)
         self._session = session
         self.less: Mapping[str, Any] = less
-        self._says = self.less
+        self._saying: dict[int, Mapping[str, Any]] = {}  # of each row that drafts
         self._held = session.lengths
 
+    def says(self, row: int) -> Mapping[str, Any]:
+        """What the calls of a row's next draft say. Rows of which it is the same object run together."""
+        return self.less
+
     def first(self, rows: list[int]) -> Logits:
-        self._held, self._says = self._session.lengths, dict(self.less)
+        self._held = self._session.lengths
+        self._saying = {i: self.says(i) for i in rows}
         return self.further({i: int(self.rows[i].seen[-1]) for i in rows})
 
     def further(self, tokens: dict[int, int]) -> Logits:
+        together: dict[int, dict[int, int]] = {}
+        for i, token in tokens.items():
+            together.setdefault(id(self._saying[i]), {})[i] = token
+        first, *others = (self._called(part) for part in together.values())
+        for part, logits in zip(list(together.values())[1:], others, strict=True):
+            first[list(part)] = logits[list(part)]
+        return first
+
+    def _called(self, tokens: dict[int, int]) -> Logits:
+        """The logits [B,1,V] after a token of each of some rows that say the same; of others anything."""
         batch = self._session.batch
         column = np.zeros((batch, 1), np.int64)
         column[list(tokens), 0] = list(tokens.values())
@@ -55,7 +71,7 @@ class BySelf(ByLogits):
         if len(tokens) < batch:
             mask = np.zeros(batch, np.int64)
             mask[list(tokens)] = 1
-        return self._session.run(column, mask, **self._says)
+        return self._session.run(column, mask, **self._saying[next(iter(tokens))])
 
     def done(self) -> None:
         self._session.rewind(self._held)

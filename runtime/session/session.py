@@ -262,12 +262,19 @@ class Session:
         check_vocabulary(ids, self.vocab_size, "tokens")
         return self.entry(EMBED.name, {"tokens": ids})["stream"]
 
-    def entry(self, name: str, inputs: Arrays) -> Arrays:
+    def entry(self, name: str, inputs: Arrays, width: int = 0) -> Arrays:
         """One call of another graph of the model over this session's state, such as a head: its inputs by name -> what
         it gives beside the state. Rows hold what they held. Raises InputError where the model has no such graph.
+
+        `width`: tokens that the graph lays behind those of each row, to try what comes of them: there is room for them,
+        and its input `slots` says where they begin. They stay there, so it is for a copy (`fork`) that is then closed.
         """
-        core = self._open(same=True)
+        core = self._open(same=not width)
         check_names("entry", [name], core.backend.entries)
+        if width:
+            slots = core.lengths - core.base
+            core.make_room(slots, width)
+            inputs = {**inputs, "slots": slots}
         return core.backend.part(name, inputs)
 
     def prompt(self, tokens: Any, lengths: Any = None) -> Logits:

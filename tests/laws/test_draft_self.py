@@ -11,6 +11,7 @@ from accel.ir.axis import Axis
 from accel.ir.errors import InputError
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.draft._by_self import BySelf
+from accel.runtime.draft.del_exit import DelExit
 from accel.runtime.draft.layerskip import LayerSkip
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.sample import Distribution
@@ -37,10 +38,10 @@ def model_of(method):
 def opened(method, model, prompts):
     """A session that holds prompts, their rows, and its drafters."""
     session = model.session(len(prompts))
-    session.prompt(prompts)
     rows = rows_of(prompts)
     methods = {"tree": Chain(), "verify": SampleMatch(), "length": Fixed(9)}
     drafters = method.open(session, rows, DecodeContext(methods, None, model))
+    session.prompt(prompts)
     for row, line in zip(rows, prompts, strict=True):
         row.accept(int(line[0]) + 1, None)
     return session, rows, drafters
@@ -89,6 +90,69 @@ def law(method):
 @pytest.mark.parametrize("name", ITSELF)
 def test_every_drafter_that_runs_the_model_itself(name):
     law(AXIS.build(name))
+
+
+def turn(session, rows, drafters):
+    """A round in which each row drafts and takes a token: the drafts."""
+    limits = dict.fromkeys(range(len(rows)), 3)
+    trees = drafters.draft(limits, Fixed(9).open(rows, unmeasured_cost))
+    logits = session.run(np.array([[row.seen[-1]] for row in rows]))
+    for i, row in enumerate(rows):
+        drafters.observe(i, trees[i], Verdict((), int(logits[i, 0].argmax())), logits[i])
+        row.accept(int(logits[i, 0].argmax()), None)
+    return [trees[i].tokens.tolist() for i in limits]
+
+
+def law_of_joins(method):
+    """Rows that join after a round of their own, and those that stay when another leaves, draft as each does alone."""
+    model, prompts, alone = model_of(AXIS.build(method.use)), TOKENS[:3, :PROMPT], []
+    for n in range(3):
+        one = opened(method, model, prompts[n : n + 1])
+        with one[0]:
+            alone.append([turn(*one)[0] for _ in range(4)])
+            one[2].close()
+    (session, rows, drafters), *others = (
+        opened(method, model, prompts[i:j]) for i, j in ((0, 1), (1, 3))
+    )
+    with session:
+        found = [turn(session, rows, drafters) + turn(*others[0])]
+        (other, more, theirs) = others[0]
+        session.join(other)
+        rows.extend(more)
+        drafters.join(theirs)
+        found += [turn(session, rows, drafters) for _ in range(2)]
+        order = session.leave(0)
+        drafters.leave(order)
+        rows[:] = [rows[i] for i in order]
+        last = turn(session, rows, drafters)
+        drafters.close()
+    assert found == [[alone[n][r] for n in range(3)] for r in range(3)], "rows that joined"
+    assert last == [alone[n][3] for n in order], "rows that stayed"
+
+
+@pytest.mark.parametrize("name", ITSELF)
+def test_rows_join_and_leave_every_drafter(name):
+    law_of_joins(AXIS.build(name))
+
+
+@dataclass(frozen=True)
+class Mixed(DelExit):
+    """Who joins drafts by what is known of another row."""
+
+    @property
+    def use(self):
+        return "del-exit"
+
+    def open(self, session, rows, context):
+        drafters = super().open(session, rows, context)
+        drafters.leave = lambda order: None
+        drafters.says = lambda row: drafters._plans[min(row, 1)]
+        return drafters
+
+
+def test_one_that_mixes_rows_is_caught():
+    with pytest.raises(AssertionError, match="rows that"):
+        law_of_joins(Mixed())
 
 
 @dataclass(frozen=True)
@@ -146,7 +210,7 @@ def test_what_a_draft_says_changes_between_drafts_only():
 
     class Changes(BySelf):
         def further(self, tokens):
-            said.append(self._says["run_layers"].tolist())
+            said.append(self._saying[0]["run_layers"].tolist())
             logits = BySelf.further(self, tokens)
             self.less = {"run_layers": plans[1]}
             return logits
@@ -159,3 +223,31 @@ def test_what_a_draft_says_changes_between_drafts_only():
             drafters.draft({0: 2, 1: 2}, Fixed(9).open(rows, unmeasured_cost))
     one, other = (plan.tolist() for plan in plans)
     assert said == [one] * 2 + [other] * 2
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_rows_may_say_different_things(swapped):
+    """Each drafts as it does alone by its own plan; the control: by the other's it does not."""
+    plans = [{"run_layers": np.arange(3) < n} for n in (1, 2)]
+
+    class Apart(BySelf):
+        def says(self, row):
+            return self.less[row]
+
+    class Alone(BySelf):
+        pass
+
+    def drafts(kind, prompts, **less):
+        method = LayerSkip()
+        object.__setattr__(method, "open", lambda s, r, c: kind(s, r, c, 0.5, **less))
+        session, rows, drafters = opened(method, model_of(LayerSkip()), prompts)
+        if kind is Apart:
+            drafters.less = plans[::-1] if swapped else plans
+        with session:
+            limits = dict.fromkeys(range(len(rows)), 6)
+            trees = drafters.draft(limits, Fixed(9).open(rows, unmeasured_cost))
+        return [trees[i].tokens.tolist() for i in limits]
+
+    prompts = TOKENS[:2, :PROMPT]
+    alone = [drafts(Alone, prompts[i : i + 1], **plans[i])[0] for i in (0, 1)]
+    assert (drafts(Apart, prompts) == alone) is not swapped

@@ -25,7 +25,7 @@ from accel.compiler.train.runs.head import Whole
 from accel.compiler.train.source import Source
 from accel.ir.depth import RUN_ATTN, RUN_MLP
 from accel.ir.program import Program, ancestors
-from accel.passes import run
+from accel.passes import Pass, run
 from accel.passes.depth._branches import Branches, branches
 from accel.passes.depth._joint import layers
 from accel.passes.depth.sublayer_skip import ATTENTION, influence
@@ -49,13 +49,10 @@ class Searched(HostKind):
     def make(cls, method: Any, source: Source, options: TrainOptions) -> Made:
         """See Kind."""
         one, read = watched(method)
-        program = source.program.copy()
-        options = replace(options, length=min(options.length, program.facts.max_context))
+        options = replace(options, length=min(options.length, source.program.facts.max_context))
         texts = torch.cat([ids[:, :-1] for ids, _ in batches(source, options)])
         held = torch.arange(len(texts)) % HELD == HELD - 1
-        steps = pipeline(program.facts.encoder is not None)
-        done = shared(steps)
-        run(program, steps[done:], done=steps[:done])
+        program = passed(source)
         with torch.no_grad(), program.params.read_once():
             search = Search(program, texts[~held])
             best = search.run(search.proposals, source.progress, source.say)
@@ -71,6 +68,15 @@ class Searched(HostKind):
         part["cost"] = torch.tensor([best.cost])
         samples = {"model": sample(lambda: Whole(source.program))}
         return save_part(one, read, part, samples, told, options)
+
+
+def passed(source: Source, *more: Pass) -> Program:
+    """The source's model behind the passes of every model, and more."""
+    program = source.program.copy()
+    steps = pipeline(program.facts.encoder is not None, more)
+    done = shared(steps)
+    run(program, steps[done:], done=steps[:done])
+    return program
 
 
 @dataclass(frozen=True)
