@@ -37,6 +37,10 @@ class Eagle3(Base):
     embeds = head = True
     asks = {"tree": "chain"}
     provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
+    # a token that some layers did not run here leaves no hidden states, and taps are numbered by layer
+    relies = frozenset(
+        {Invariant.EVERY_TOKEN_RUNS, Invariant.ALL_LAYERS_RUN, Invariant.FIXED_LAYERS}
+    )
 
     def draft_folder(self) -> Path | None:
         return Path(self.path or str(files("accel.reference") / self.use)).expanduser()

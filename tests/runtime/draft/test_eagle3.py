@@ -10,8 +10,11 @@ import torch
 import accel
 from accel.ir.errors import AccelError, CaptureError, RecipeError
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.length.fixed import Fixed
+from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
+from accel.runtime.serve.engine import Engine, Request
 from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
@@ -221,3 +224,20 @@ def test_what_is_no_head(module, tmp_path):
     path, _ = head_of(module, tmp_path / "head", "authors")
     with pytest.raises(CaptureError, match="drafts for a model, not a model; give it beside one"):
         accel.optimize(path, "base", target="eager")
+
+
+def test_requests_of_a_server_get_what_they_get_alone(module, tmp_path, monkeypatch):
+    """Rows join while others draft, and leave."""
+    monkeypatch.setattr(CompiledModel, "costs", None)  # nothing weighs whether drafts pay
+    path, _ = head_of(module, tmp_path / "head", "authors")
+    rng = np.random.default_rng(5)
+    asked = [
+        Request(rng.integers(1, 100, 3 + 4 * i), SamplingParams(max_tokens=4 + 5 * (i % 3), seed=i))
+        for i in range(5)
+    ]
+    with build(module, path) as model:
+        want = [model.generate(one.prompt, sampling_params=one.params).tokens[0] for one in asked]
+        with Engine(model) as engine:
+            tickets = [engine.submit(one) for one in asked]
+            assert [[event.token for event in ticket] for ticket in tickets] == want
+            assert engine.stats["drafted_total"] > 0
