@@ -10,7 +10,7 @@ settings and weights. A case that fails is told, and the others go on. --page wr
 its pictures out of those that there are. At the end the ratios are printed, a table for each batch and temperature.
 
 --model is another model, a GGUF file or a Hugging Face folder, whose results are kept in a folder of its name; --draft
-the smaller one that drafts for it. Recipes that need one are left out without. A model with a chat template answers
+the smaller one that drafts for it, or the folder of a head. Recipes that need one are left out without. A model with a chat template answers
 questions of the same six kinds.
 """
 
@@ -35,11 +35,15 @@ from rich.progress import track
 
 import accel
 from accel.commands.speculation import measure
+from accel.compiler.load.heads._folder import head_at
+from accel.ir.axis import Axis
 from accel.ir.recipe import Recipe, groups
 from accel.reference.kinds import KINDS, prompts
+from accel.runtime.draft import Base
 
 MODEL = Path(str(files("accel.reference")))
 RESULTS = folder("speculation")
+DRAFTERS = Axis("draft", "accel.runtime.draft")
 CONTEXT = 2048  # of another model than the bundled one
 PEERS = ("transformers prompt lookup", "transformers assisted")
 BATCHES, TEMPERATURES = (1, 8), (0.0, 0.8)
@@ -96,12 +100,13 @@ def cases(
 
 
 def given_to(name: str, model: Path, draft: Path | None) -> Recipe | None:
-    """A recipe for a model, with its draft model; None where it needs one and none is given."""
+    """A recipe for a model, with its draft model or head; None where it needs one that is not given."""
     recipe = Recipe.load(name)
     mine = recipe.tables.get("draft", {})
-    if model == MODEL or mine.get("use") != "model":
+    method = DRAFTERS.method(mine["use"]) if mine else Base
+    if model == MODEL or mine.get("use") != "model" and not method.head:
         return recipe
-    if draft is None:
+    if draft is None or method.head != (head_at(draft) is not None):
         return None
     return replace(recipe, tables={**recipe.tables, "draft": {**mine, "path": str(draft)}})
 
@@ -127,7 +132,7 @@ def run(
         Path, typer.Option(help="A GGUF file or a Hugging Face folder.", exists=True)
     ] = MODEL,
     draft: Annotated[
-        Path | None, typer.Option(help="The model that drafts for --model.", exists=True)
+        Path | None, typer.Option(help="The model or head that drafts for --model.", exists=True)
     ] = None,
 ) -> None:
     """Measure what is not measured yet and print the ratios, or write the page of the bundled model."""
