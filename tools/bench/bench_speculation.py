@@ -10,8 +10,8 @@ settings and weights. A case that fails is told, and the others go on. --page wr
 its pictures out of those that there are. At the end the ratios are printed, a table for each batch and temperature.
 
 --model is another model, a GGUF file or a Hugging Face folder, whose results are kept in a folder of its name; --draft
-the smaller one that drafts for it, or the folder of a head. Recipes that need one are left out without. A model with a chat template answers
-questions of the same six kinds.
+the smaller one that drafts for it, or the folder of a head. Recipes that need one are left out without. A model with a
+chat template answers questions of the same six kinds.
 """
 
 from __future__ import annotations
