@@ -24,7 +24,8 @@ class Depth:
     confidence from which decoding goes no deeper, or with `mlp` leaves out MLPs; none where the graph goes by none.
     mlp: the layers whose MLP decoding runs; none where a layer is left out as a whole. until: of each layer, how many
     tokens after a prompt it runs for although the plan leaves it out; none where no layer does. dense: how many tokens
-    after a prompt go by no threshold.
+    after a prompt go by no threshold. routed: whether each token goes by the threshold for itself, those of a prompt,
+    too, and leaves out branches above it.
     """
 
     plan: tuple[bool, ...]
@@ -33,6 +34,7 @@ class Depth:
     mlp: tuple[bool, ...] | None = None
     until: tuple[int, ...] | None = None
     dense: int = 0
+    routed: bool = False
 
     @property
     def turns(self) -> tuple[int, ...]:

@@ -83,9 +83,9 @@ class LayerSchedule(SessionObserver, CallWatcher):
     @property
     def capabilities(self) -> Capabilities:
         """Single tokens go another way than several at once, unless the recipe's plan is all layers. Rows that are run
-        together leave out what one of them left out.
+        together leave out what one of them left out. Where each token goes by itself, neither is so.
         """
-        same = self.depth.all_run and self.depth.threshold is None
+        same = self.depth.all_run and (self.depth.threshold is None or self.depth.routed)
         return Capabilities(width=None if same else 1, joins=same, chunks=same)
 
     def begin(self, backend: BackendSession, call: Call) -> None:
@@ -102,7 +102,8 @@ class LayerSchedule(SessionObserver, CallWatcher):
         """
         before, after = call.before, call.after
         threshold = call.controls.get(THRESHOLD)
-        controls = self._decode[self._turn(before, after)] if self._decodes(call) else self._whole
+        decodes = self.depth.routed or self._decodes(call)
+        controls = self._decode[self._turn(before, after)] if decodes else self._whole
         asked = self._asked_for(call.controls, controls)
         if asked is not None:
             controls = asked
