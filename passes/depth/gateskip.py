@@ -75,21 +75,21 @@ class GateSkip(Routed):
         sites: Sequence[Sequence[Branch]],
         parts: Parts,
     ) -> Parts:
-        """The parts, each gate with its limit `least`. All gates of the text are seen where nothing is left out."""
-        found: dict[str, list[Tensor]] = {}
-        with torch.no_grad():
-            for rows in sample(program) if self.ratio else ():
-                stream = Stream(program, calls, rows)
+        """The parts, each gate with its limit `least`: of the text's tokens, which have left out branches before."""
+        least: dict[str, Tensor] = {}
+
+        def gated(site: Branch, before: Tensor) -> Tensor:
+            by = self.gate(unit(before), **of_target(parts[site.layer], site.target))
+            important = by.mean(-1)
+            least[site.name] = torch.quantile(important, self.ratio)
+            return by * (important > least[site.name])[..., None]
+
+        if self.ratio:
+            with torch.no_grad():
+                stream = Stream(program, calls, torch.cat(list(sample(program))))
                 x = stream.start
                 for index, here in enumerate(sites):
-
-                    def gated(site: Branch, before: Tensor) -> Tensor:
-                        by = self.gate(unit(before), **of_target(parts[site.layer], site.target))
-                        found.setdefault(site.name, []).append(by.mean(-1).flatten())
-                        return by
-
                     x = stream.weighed(index, x, [(s, s.before, s.term.value) for s in here], gated)
-        least = {name: torch.quantile(torch.cat(seen), self.ratio) for name, seen in found.items()}
         return {
             layer: part
             | {f"{t}.least": least.get(f"{t}.{layer}", torch.tensor(-1.0)) for t in TARGETS}

@@ -34,16 +34,17 @@ def plain(name, tokens, parts, least):
 
 
 def limits(name, parts, ratio):
-    """The quantile of each branch's importances over the text, where nothing is left out."""
-    seen = {}
+    """The quantile of each branch's importances over the text, whose tokens left out branches before."""
+    least = {}
 
     def factor(target, layer, x):
         gate = gate_of(parts, target, layer, x)
-        seen[target, layer] = gate.mean(-1).flatten()
-        return gate
+        important = gate.mean(-1)
+        least[target, layer] = np.quantile(important.detach().numpy(), ratio)
+        return gate * (important > least[target, layer])[..., None]
 
     routed_oracle(name, module_of(COUNT, name), TEXT.numpy(), factor, BOTH)
-    return {key: np.quantile(found.detach().numpy(), ratio) for key, found in seen.items()}
+    return least
 
 
 def built(name="llama", on="eager", **options):
