@@ -32,7 +32,8 @@ class Stream:
         tokens: Tensor,
         value_of: ValueOf = compute,
     ):
-        self.params, self.calls, self.tokens = program.params, calls, tokens
+        self.params: Mapping[str, Tensor] = program.params
+        self.calls, self.tokens = calls, tokens
         self._value_of = value_of
         self._inputs = feeds(program, "step", tokens)
         self._logits = program.step.output_nodes()["logits"]

@@ -35,7 +35,7 @@ class GateSkip(Routed):
     `inner` columns, and the model stays as it is, which the paper finds clearly worse.
     """
 
-    ratio: float = option(0.2, least=0, below=1)
+    ratio: float = option(0.05, least=0, below=1)
 
     key: ClassVar[str] = "gateskip"
     error = ANOTHER  # gates are no 1
