@@ -21,9 +21,8 @@ from accel.passes import Pass, Report, Rewriting
 from accel.passes.depth import Base
 from accel.passes.depth._branches import Branches, Term, branches
 from accel.passes.depth._joint import branch_conditions, holders, layers
-from accel.passes.fuse.residual import Residual
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.state.layers import Layers
+from accel.passes.state.head import Head
 from accel.passes.trained import Parts, Trained
 
 aten = torch.ops.aten
@@ -136,10 +135,13 @@ def unit(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reads(Pass):
-    """Finds the trained part of a method, for the pass that comes after weights were stored otherwise."""
+    """Finds the trained part of a method by the model as it is, for the pass that comes after its cache and its weights
+    were stored otherwise.
+    """
 
     of: Learns
-    after = (Layers, Residual)
+    after = (Head,)
+    flat = True
     stage = -1
 
     @property

@@ -122,7 +122,9 @@ def main(
         method = axis.build(name, **options)
         soft = SoftLayers(source.program, method)
         reads = method.steps()[0]
-        reads.run(soft.program)
+        known = source.program.copy()
+        reads.run(known)
+        soft.program.parts = known.parts
         soft.program.calibration = Calibration(read, read, "given")
         if isinstance(method, Routed):
             parts = soft.program.parts[method.key]

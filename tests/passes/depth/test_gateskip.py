@@ -128,8 +128,7 @@ def test_training_begins_near_the_model_and_leaves_out_more_and_more():
 def test_a_build_without_gates_or_with_those_of_another_model_is_refused():
     made = program_of(COUNT, TEXT)
     with pytest.raises(PassError, match="gateskip: .*train it: accel-compile train gateskip"):
-        steps = GateSkip().steps()
-        run(made, steps, done=pipeline())
+        run(made, GateSkip().steps()[:1], done=pipeline())
     with pytest.raises(PassError, match="was trained for another model"):
         built("gpt_neox", trained=trained("llama", COUNT, "gateskip")["trained"])
 

@@ -135,6 +135,26 @@ def test_a_part_of_another_model_or_target_is_refused():
         built(target="mlp")
 
 
+def with_table(axis, method):
+    tables = {"depth": {"use": "mod", **trained("llama", COUNT, "mod")}, axis: {"use": method}}
+    return accel.optimize(
+        module_of(COUNT), tables, target="eager", max_context=64, max_batch=2, verify=False
+    )
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("axis", "method"), [("kv.codec", "kv-int8"), ("weights", "int8")])
+def test_the_part_is_found_whatever_is_stored_otherwise(axis, method):
+    with with_table(axis, method) as compiled:
+        want = plain("llama", TOKENS, part("llama", COUNT, "mod"), 0.5)
+        assert far(ran_by(compiled, TOKENS, PROMPT)[:, 0], want[:, 0]) < 0.3
+
+
+def test_what_reads_attention_from_outside_is_refused():
+    with pytest.raises(PassError, match="lies under a condition of its own; prune prompts with"):
+        with_table("prefill.prune", "lazyllm")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

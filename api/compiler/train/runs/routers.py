@@ -28,25 +28,22 @@ class SoftLayers:
 
     def __init__(self, program: Program, method: Learns):
         self.program, self.method = program.copy(), method
+        keys = keys_of(program)
+        self.names = sample(program, keys)  # by what the model is known again
+        self.heads = {layer: int(node.meta["val"].shape[1]) for layer, node in keys.items()}
         steps = pipeline(program.facts.encoder is not None)
         count = shared(steps)
         run(self.program, steps[count:], done=steps[:count])
         self.calls = layers(self.program)
         self.sites = method.sites(self.program, self.calls)
-        self.keys = keys_of(self.program)
         self.fixed = {name: self.program.params[name] for name in self.program.params}
-
-    @property
-    def names(self) -> str:
-        """By what the model is known again."""
-        return sample(self.program, self.keys)
 
     def start(self, inner: int, seed: int) -> Parts:
         generator = torch.Generator().manual_seed(seed)
         (width,) = {int(call.meta["val"][0].shape[-1]) for call in self.calls}
         return {
-            layer: self.method.start(width, int(keys.meta["val"].shape[1]), inner, generator)
-            for layer, keys in self.keys.items()
+            layer: self.method.start(width, heads, inner, generator)
+            for layer, heads in self.heads.items()
         }
 
     def logits(
