@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from accel.ir.errors import PassError
 from accel.ir.ops.attention import operands_of
 from accel.ir.ops.mass import attention_weights
 from accel.ir.program import Editor, Program, ancestors
@@ -67,6 +68,11 @@ def scoring(
     """
     entry, calls = copied(program, first, last)
     written, call = states(program, entry, calls), calls[-1]
+    if attends(call) is None:
+        raise PassError(
+            f"{program.facts.name}: the attention of layer {last}, which scores a prompt's tokens, lies under a "
+            "condition of its own; prune prompts with a depth method of whole layers, such as by-call, or with none"
+        )
     scored = [c for c in calls if attends(c) is not None] if method.every else [call]
     before: fx.Node | None = None
     stored: set[int] = set()
