@@ -81,7 +81,7 @@ def export(model: Prepared, traits: ModelTraits, whole: bool = False) -> Exporte
     if facts.embedding is None:
         beside = 0 if facts.paths is None else facts.paths.width
         facts.set_vocabulary(int(logits.shape[-1]) - beside)
-    facts.notes += [*model.notes, *traits.encoder_notes]
+    facts.notes += [*model.notes, *traits.notes]
     tensors = dict(_named_tensors(adapter))
     stored = {n: model.stored[t] for n, t in tensors.items() if t in model.stored}
     return Exported(
