@@ -26,7 +26,7 @@ from accel.ir.weights import Pages, reading
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import join
 
-from .gguf_case import HALVES, SIZE, TOKENS, Type, blocks, bpe, gguf, spm, write
+from .gguf_case import HALVES, SIZE, TOKENS, Type, blocks, bpe, gguf, letters, spm, write
 
 U32, F32, STRING = (gguf.GGUFValueType[name] for name in ("UINT32", "FLOAT32", "STRING"))
 SIZES = {
@@ -336,6 +336,17 @@ def test_a_tokenizer_of_merges(plain):
     config = open_source(plain).tokenizer.config
     assert config.special == {"bos_token": "<s>", "eos_token": "</s>"}
     assert config.templates == {"default": "{{ messages[0].content }}"}
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_a_text_for_gemma4_begins_with_bos_whatever_the_file_says(model, tmp_path, said):
+    flag, *more = reversed(letters())
+    assert flag[0] == "tokenizer.ggml.add_bos_token"
+    more += [] if said is None else [(flag[0], said, flag[2])]
+    path = write(model, "llama", tmp_path / "a.gguf", more=more)
+    reader = Reader.from_str(open_source(path).tokenizer.json.decode())
+    assert reader.encode("the").ids[0] == 1
+    assert reader.encode("the", add_special_tokens=False).ids[0] != 1
 
 
 def test_a_tokenizer_of_scores(model, tmp_path):
