@@ -8,7 +8,7 @@ from accel.ir.suppressed import Suppressed
 
 _NOT_FOLLOWED = (
     "num_beams", "bad_words_ids", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length",
-    "min_new_tokens", "forced_eos_token_id", "sequence_bias",
+    "min_new_tokens", "forced_eos_token_id", "sequence_bias", "repetition_penalty",
 )  # fmt: skip
 
 
