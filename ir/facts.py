@@ -19,6 +19,7 @@ from accel.ir.low_rank import LowRank
 from accel.ir.paths import Paths
 from accel.ir.prefill import Prefill
 from accel.ir.selection import Selection
+from accel.ir.suppressed import Suppressed
 from accel.ir.units import Units
 from accel.ir.window import Window
 
@@ -78,6 +79,7 @@ class Facts:
     low_rank: LowRank | None = None  # None: keys are read as they are
     selection: Selection | None = None  # None: calls of a few tokens select as calls of one
     window: Window | None = None  # None: layers with a window keep all tokens
+    suppressed: Suppressed | None = None  # None: any token may follow
 
     @property
     def num_layers(self) -> int:
@@ -108,6 +110,8 @@ class Facts:
         self.vocab_size = size
         self.eos = tuple(token for token in self.eos if 0 <= token < size)
         self.bos = self.bos if self.bos is not None and 0 <= self.bos < size else None
+        if self.suppressed is not None:
+            self.suppressed = self.suppressed.below(size)
         if self.encoder is not None and not all(0 <= token < size for token in self.encoder.start):
             self.encoder = replace(self.encoder, start=())
         if self.encoder is not None and self.encoder.speech is not None:
@@ -156,6 +160,8 @@ class Facts:
             raise f.object("blocks").wrong(
                 "mask", found.blocks.mask, f"a token id, 0..{found.vocab_size - 1}"
             )
+        if found.suppressed is not None:
+            found.suppressed.check_below(found.vocab_size, f.object("suppressed"))
         return found
 
 

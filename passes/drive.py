@@ -198,7 +198,9 @@ def run_in_blocks(program: Program, tokens: Tensor) -> tuple[Tensor, Tensor] | N
     letters = {"B": batch, "C": end + 3}
     buffers = {s.name: s.allocate(**letters) for s in program.state}
     _call(program, {}, buffers, tokens, 0, size)
+    behind = {name: value.clone() for name, value in buffers.items()}
     want = _call(program, {}, buffers, tokens, size, end)
+    buffers = behind  # recurrent state is behind the block, too
     for state in program.state:
         if state in pools:
             buffers[state.name] = buffers[replace(state, region=CacheRegion.RECENT).name][

@@ -12,6 +12,7 @@ import accel
 from accel import cli
 from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.encoder import encoder_facts
+from accel.ir.capture.generation import note_of
 from accel.ir.errors import InputError
 from accel.passes.recognise.mask import classify
 from accel.runtime.inputs.encoder_inputs import padded
@@ -243,10 +244,10 @@ def test_what_a_decoder_starts_from():
     from transformers import AutoModelForSeq2SeqLM
 
     model = AutoModelForSeq2SeqLM.from_config(small_config("bart"))
-    told, notes = model.generation_config, []
+    told = model.generation_config
     told.decoder_start_token_id, told.forced_bos_token_id, told.num_beams = 2, 7, 4
-    assert encoder_facts(model, 64, notes).start == (2, 7)
-    assert notes == ["generate ignores num_beams of the generation's configuration"]
+    assert encoder_facts(model, 64, []).start == (2, 7)
+    assert note_of(model) == ["generate ignores num_beams of the generation's configuration"]
     told.forced_bos_token_id, told.forced_decoder_ids = None, [[1, 5], [2, 6], [4, 8]]
     assert encoder_facts(model, 64, []).start == (2, 5, 6)
     told.decoder_start_token_id = model.config.decoder_start_token_id = None

@@ -19,6 +19,7 @@ from accel.ir.low_rank import LowRank
 from accel.ir.paths import Paths
 from accel.ir.prefill import Fill, Pick, Prefill, Ranks, Segments
 from accel.ir.selection import Selection
+from accel.ir.suppressed import Suppressed
 from accel.ir.units import Units
 from accel.ir.window import Window
 
@@ -45,6 +46,7 @@ FULL = {
     "selection": Selection(1, history=True),
     "window": Window(512, 64),
     "low_rank": LowRank((0, 2), (2, 2), (16, 16), (8, 32)),
+    "suppressed": Suppressed((3, 9), (4,)),
 }
 
 

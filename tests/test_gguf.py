@@ -20,13 +20,15 @@ from accel.compiler.load import gguf as own
 from accel.compiler.load.gguf import _blocks, _paired
 from accel.compiler.load.gguf._file import GgufTensor, read_gguf
 from accel.compiler.load.source import Gguf, open_source
+from accel.ir.capture.inspect import inspect
 from accel.ir.codes import Coded
-from accel.ir.errors import AccelError, Miscompiled, RecipeError
+from accel.ir.errors import AccelError, CaptureError, Miscompiled, RecipeError
+from accel.ir.suppressed import Suppressed
 from accel.ir.weights import Pages, reading
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import join
 
-from .gguf_case import HALVES, SIZE, TOKENS, Type, blocks, bpe, gguf, spm, write
+from .gguf_case import HALVES, SIZE, TOKENS, Type, blocks, bpe, gguf, letters, spm, write
 
 U32, F32, STRING = (gguf.GGUFValueType[name] for name in ("UINT32", "FLOAT32", "STRING"))
 SIZES = {
@@ -337,6 +339,28 @@ def test_a_tokenizer_of_merges(plain):
     config = open_source(plain).tokenizer.config
     assert config.special == {"bos_token": "<s>", "eos_token": "</s>"}
     assert config.templates == {"default": "{{ messages[0].content }}"}
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_a_text_for_gemma4_begins_with_bos_whatever_the_file_says(model, tmp_path, said):
+    flag, *more = reversed(letters())
+    assert flag[0] == "tokenizer.ggml.add_bos_token"
+    more += [] if said is None else [(flag[0], said, flag[2])]
+    path = write(model, "llama", tmp_path / "a.gguf", more=more)
+    reader = Reader.from_str(open_source(path).tokenizer.json.decode())
+    assert reader.encode("the").ids[0] == 1
+    assert reader.encode("the", add_special_tokens=False).ids[0] != 1
+
+
+def test_tokens_that_a_file_suppresses(model, tmp_path):
+    key = "tokenizer.ggml.suppress_tokens"
+    path = write(model, "llama", tmp_path / "a.gguf", more=[*bpe(), (key, [9, 4], None)])
+    loaded = open_source(path).load().model
+    assert inspect(loaded, 32).suppressed == Suppressed((9, 4))
+    for wrong in ([SIZE], [-1], [0.5]):
+        path = write(model, "llama", tmp_path / "b.gguf", more=[*bpe(), (key, wrong, None)])
+        with pytest.raises(CaptureError, match="suppress_tokens is .*not a list of token ids"):
+            open_source(path).load()
 
 
 def test_a_tokenizer_of_scores(model, tmp_path):

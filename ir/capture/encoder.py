@@ -19,7 +19,7 @@ INPUTS, INPUT_POSITIONS, FEATURES = "inputs", "inputs.pos", "features"  # of the
 
 def encoder_facts(model: Any, max_context: int, notes: list[str]) -> EncoderFacts:
     """What the encoder takes; notes get what shortens it. Raises CaptureError where accel cannot tell."""
-    name, start = model.main_input_name, tuple(_start(model, notes))
+    name, start = model.main_input_name, tuple(_start(model))
     if name == "input_ids":
         longest = min([max_context, *_limits(model.config, notes)])
         return EncoderFacts(_vocabulary(model), longest, (), start)
@@ -64,28 +64,17 @@ def _limits(config: Any, notes: list[str]) -> list[int]:
     return found
 
 
-def _start(model: Any, notes: list[str]) -> list[int]:
-    """The decoder's first tokens: its start token, or else bos, then those that generation forces after
-    it. Notes say what else the generation's configuration asks for.
-    """
+def _start(model: Any) -> list[int]:
+    """The decoder's first tokens: its start token, or else bos, then those that generation forces after it."""
     holders = [
         h for h in (getattr(model, "generation_config", None), model.config) if h is not None
     ]
-    asked = [n for n in _NOT_FOLLOWED if getattr(holders[0], n, None) not in (None, 0, 1, [])]
-    if asked:
-        notes.append(f"generate ignores {', '.join(asked)} of the generation's configuration")
     for name in ("decoder_start_token_id", "bos_token_id"):
         for holder in holders:
             first = getattr(holder, name, None)
             if isinstance(first, int):
                 return _forced(holder, first)
     return []
-
-
-_NOT_FOLLOWED = (
-    "num_beams", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "no_repeat_ngram_size",
-    "min_length", "forced_eos_token_id",
-)  # fmt: skip
 
 
 def _speech(model: Any, first: int, notes: list[str]) -> SpeechTokens | None:

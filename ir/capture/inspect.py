@@ -13,6 +13,7 @@ from accel.ir.capture.decoder_checks import refuse_kind
 from accel.ir.capture.encoder import encoder_facts
 from accel.ir.capture.exported import interface_of, parameters_of
 from accel.ir.capture.forms import Form, forms_of, is_chunked
+from accel.ir.capture.generation import note_of, suppressed_of
 from accel.ir.capture.length_limits import is_indexer, limit_of, pools, turns_anew
 from accel.ir.capture.traits import Kind, Limit, ModelTraits, Swaps
 from accel.ir.diffusion import blocks_of, diffusion_of
@@ -90,7 +91,7 @@ def _of_module(
     limits: list[Limit] = []
     encoder: EncoderFacts | None = None
     paths: Paths | None = None
-    notes: list[str] = []
+    notes = note_of(model) if embedding is None else []
     swaps = _swaps(model, modules, text, kind)
     try:
         _refuse(model, kind, arguments, embedding)
@@ -131,7 +132,8 @@ def _of_module(
         parameters=sum({p.data_ptr(): p.numel() for p in model.parameters()}.values()),
         config=_as_json(config),
         encoder=encoder,
-        encoder_notes=tuple(notes),
+        suppressed=None if embedding is not None else suppressed_of(model),
+        notes=tuple(notes),
         input_name=str(getattr(model, "main_input_name", "input_ids")),
         position_name=next((n for n in _POSITION_NAMES if n in arguments), None),
         shares_kv=any(getattr(m, "is_kv_shared_layer", False) for m in modules.values()),

@@ -15,6 +15,7 @@ from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import CaptureError
 from accel.ir.facts import Facts
 from accel.ir.paths import Paths
+from accel.ir.suppressed import Suppressed
 
 Limit = tuple[int, str]  # longest sequence, why
 
@@ -81,7 +82,8 @@ class ModelTraits:
     parameters: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     encoder: EncoderFacts | None = None
-    encoder_notes: tuple[str, ...] = ()
+    suppressed: Suppressed | None = None
+    notes: tuple[str, ...] = ()  # on what it asks for in vain
     input_name: str = "input_ids"  # of the encoder
     position_name: str | None = None  # of the forward's argument
     shares_kv: bool = False  # layers read the keys and values of a layer before
@@ -117,6 +119,7 @@ class ModelTraits:
             paths=self.paths,
             draft_head=self.draft_head,
             embedding=self.embedding,
+            suppressed=self.suppressed,
         )
         if self.own_limit is not None and self.own_limit < facts.max_context:
             facts.max_context = self.own_limit

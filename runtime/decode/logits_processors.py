@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError
+from accel.ir.suppressed import Suppressed
 from accel.runtime.call import Logits
 from accel.runtime.decode.structured_outputs import Guide
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
@@ -19,8 +20,8 @@ LogitsProcessor = Callable[[Ints, Logits], Any]  # (token ids [n], logits float3
 
 
 class Processed(Sampler):
-    """A sampler over changed logits, as in vLLM: first `logit_bias`, then `logits_processors` in their order, then
-    the grammar, then all that the sampler does itself.
+    """A sampler over changed logits, as in vLLM: first the tokens that the model rules out, then `logit_bias`, then
+    `logits_processors` in their order, then the grammar, then all that the sampler does itself.
 
     So the distribution of a token depends on the tokens before it alone, drafted ones too, and every rule that
     verifies drafts stays as exact as it is. A draft model with fewer tokens lacks the others.
@@ -33,8 +34,12 @@ class Processed(Sampler):
         bias: Mapping[int, float] | None = None,
         processors: Sequence[LogitsProcessor] = (),
         guide: Guide | None = None,
+        suppressed: Suppressed | None = None,
+        start: int | None = None,
     ):
-        """`guide`: of one row. Raises InputError for a bias outside the vocabulary."""
+        """`guide`: of one row. `start`: the tokens before the first new one; None: no token is known to be the first.
+        Raises InputError for a bias outside the vocabulary.
+        """
         self._sampler = sampler
         self._size = vocab_size
         self._biased = as_ints(list(bias or ()), "logit_bias")
@@ -42,6 +47,10 @@ class Processed(Sampler):
         self._bias = np.array(list((bias or {}).values()), np.float32)
         self._processors = tuple(processors)
         self._guide = guide
+        ruled = suppressed or Suppressed()
+        self._always = np.array(ruled.always, np.int64)
+        self._first = np.array(ruled.first, np.int64)
+        self._start = start
 
     @property
     def greedy(self) -> bool:
@@ -71,6 +80,9 @@ class Processed(Sampler):
         """The logits [n] that the sampler goes by; n is less than V for a draft model with fewer tokens."""
         whole = np.full(self._size, -np.inf, np.float32)
         whole[: logits.size] = numbers(logits)
+        whole[self._always] = -np.inf
+        if seen.size == self._start:
+            whole[self._first] = -np.inf
         whole[self._biased] += self._bias
         for i, processor in enumerate(self._processors):
             whole = self._called(i, processor, whole, seen)
@@ -81,8 +93,8 @@ class Processed(Sampler):
         if logits.size < self._size:  # no token that the draft model has: any draft falls
             return logits
         raise InputError(
-            "no token may follow: logit_bias, logits_processors and structured_outputs together leave none; allow "
-            "more tokens"
+            "no token may follow: logit_bias, logits_processors, structured_outputs and the tokens that the model's "
+            "generation configuration suppresses together leave none; allow more tokens"
         )
 
     def _called(self, i: int, processor: LogitsProcessor, logits: Logits, seen: Ints) -> Logits:

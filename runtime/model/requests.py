@@ -217,9 +217,10 @@ def samples_of(
         rng = np.random.default_rng(params.seed)
         for generator in [rng, *rng.spawn(params.n - 1)]:
             sampler: Sampler = params.sampler_behind(prompt.size, default)
-            if bias or processors or grammar:
+            if bias or processors or grammar or facts.suppressed:
                 guide = None if grammar is None else grammar.begin(prompt.size, ends)
-                sampler = Processed(sampler, size, bias, processors, guide)
+                start = None if loop.masked_diffusion or loop.blocks else prompt.size
+                sampler = Processed(sampler, size, bias, processors, guide, facts.suppressed, start)
             script = Transcript(tokenizer, stops, prompt, marks)
             row = Row(
                 prompt,

@@ -207,8 +207,12 @@ class GgufModel:
             )
         return found, notes
 
-    def adapt(self, model: torch.nn.Module) -> None:
-        """Divide the rotary frequencies of a loaded model by the file's factors, where it has some."""
+    def adapt(self, model: Any) -> None:
+        """Divide a loaded model's rotary frequencies by the file's factors, where it has some, and say which tokens the
+        file suppresses.
+        """
+        if suppressed := self.architecture.metadata.suppressed():
+            model.generation_config.suppress_tokens = suppressed
         if (factors := self.architecture.divisors()) is None:
             return
         for name, buffer in model.named_buffers():

@@ -282,6 +282,16 @@ class Metadata:
     def has(self, key: str) -> bool:
         return f"{self._name}.{key}" in self.file.fields
 
+    def suppressed(self) -> list[int]:
+        """Tokens that never follow."""
+        key, rows = "tokenizer.ggml.suppress_tokens", self._embedding().shape[0]
+        found = self.file.fields.get(key, [])
+        if not isinstance(found, list) or any(
+            type(i) is not int or not 0 <= i < rows for i in found
+        ):
+            raise self.wrong(f"{key} is {shown(found)}, not a list of token ids, 0..{rows - 1}")
+        return found
+
     def _value(self, key: str, kind: Any, default: Any = None) -> Any:
         value = self.file.fields.get(f"{self._name}.{key}", default)
         if value is None:

@@ -172,7 +172,9 @@ def _around(file: GgufFile, kind: str) -> Any:
     found: dict[str, int] = {}
     for name, default in defaults.items():
         index = file.fields.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
-        if file.fields.get(f"tokenizer.ggml.add_{name}_token", default) and index is not None:
+        asked = file.fields.get(f"tokenizer.ggml.add_{name}_token", default)
+        # published files of Gemma 4 say no, and the model needs it: llama.cpp adds it all the same
+        if (asked or name == "bos" and kind == "gemma4") and index is not None:
             if not 0 <= index < len(tokens):
                 raise _other(file, f"{name}_token_id is {index}, and the tokens are {len(tokens)}")
             found[name] = index

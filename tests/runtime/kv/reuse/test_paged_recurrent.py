@@ -54,6 +54,17 @@ def test_a_row_goes_on_behind_the_end_of_an_earlier_answer(case):
     prompted(case, tokens, 21)
 
 
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+def test_the_check_of_a_build_takes_state_back_to_the_end_of_the_block(name):
+    """It runs the tokens behind a block twice: where the block lies in the row, and in the pool."""
+    model = small_model(name)
+    with accel.optimize(model, "paged-prefix", target="eager", max_context=64) as built:
+        prompts = [[5, 6, 7] * 8, [5, 6, 7] * 8 + [9]]
+        texts = [built.generate([prompt], max_new_tokens=4, eos=[]).tokens for prompt in prompts]
+    with accel.optimize(model, "base", target="eager", max_context=64, verify=False) as plain:
+        assert texts == [plain.generate([p], max_new_tokens=4, eos=[]).tokens for p in prompts]
+
+
 def test_an_answer_that_was_taken_back_leaves_no_snapshot(case):
     """Its state is behind other tokens than the row holds."""
     tokens = case.tokens(1, 40)
