@@ -235,4 +235,5 @@ def _mixed(q: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
     out = weights[..., :count] @ values
     for n, (_, v) in enumerate(guesses):
         out = out + weights[..., count + n, None] * v
-    return out.transpose(1, 2).flatten(2)
+    flat: Tensor = out.transpose(1, 2).flatten(2)
+    return flat
