@@ -40,7 +40,9 @@ class Part:
     @property
     def command(self) -> str:
         """What makes it."""
-        return f"accel-compile train {self.key} MODEL{' --draft DRAFT' if self.of_two else ''}"
+        if self.of_two:
+            return f"accel-compile train {self.key} MODEL --draft DRAFT"
+        return f"accel-compile train {self.key} MODEL"
 
     @property
     def time(self) -> str:

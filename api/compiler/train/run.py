@@ -110,9 +110,9 @@ class Run(Kind):
         """The share of the minutes that is over."""
         return self.seconds / 60 / self.options.minutes
 
-    def write(self, out: Path, told: Mapping[str, str], by: Mapping[str, Any]) -> None:
-        """The part's file, whole or not at all. `by`: the options of the method by which it was made."""
-        write(self.soft.method, out, self.parts, self.soft.names, told, by)
+    def write(self, out: Path, about: Mapping[str, str], by: Mapping[str, Any]) -> None:
+        """The part's file, whole or not at all. about: how it was made. by: the method's options that it depends on."""
+        write(self.soft.method, out, self.parts, self.soft.names, about, by)
 
     def save(self) -> None:
         new = self.file.with_name(self.file.name + ".new")

@@ -147,7 +147,7 @@ class HeadsRun(Run):
         self.descend(torch.stack(weighed).sum())
         return {"loss": losses[0].item()} | {f"right {n + 1}": r for n, r in enumerate(right)}
 
-    def write(self, out: Path, told: Mapping[str, str], by: Mapping[str, Any]) -> None:
+    def write(self, out: Path, about: Mapping[str, str], by: Mapping[str, Any]) -> None:
         """A folder in the layout of the head's authors."""
         head: Eagle3 = self.soft.head
         tensors = {n: p.detach().half().contiguous() for n, p in self.parts[0].items()}
@@ -173,7 +173,7 @@ class HeadsRun(Run):
             tensors["t2d"] = head.drafted
         with AtomicOutputDir(out) as folder:
             (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            save_file(tensors, folder / "model.safetensors", {**told, "format": "pt"})
+            save_file(tensors, folder / "model.safetensors", {**about, "format": "pt"})
 
 
 def unrolled(
@@ -184,18 +184,18 @@ def unrolled(
     [B,N-1,V].
 
     Place t of a draft's token n stands for slot t + n: it sees the slots up to t as the model has them, and of its own
-    guesses those of place t, whose keys and values are `own`.
+    guesses those of place t, whose keys and values are `guessed`.
     """
     h = head.fuse(taps[:, :-1])
     wanted = says if head.whole else says[..., head.drafted]
-    losses, right, own = list[Tensor](), list[float](), list[tuple[Tensor, Tensor]]()
+    losses, right, guessed = list[Tensor](), list[float](), list[tuple[Tensor, Tensor]]()
     for n in range(min(count, h.shape[1])):
         width = e.shape[1] - n
         h = h[:, :width]
         q, k, v = _heads(head, e[:, n:], h, n)
-        own = [(keys[:, :, :width], values[:, :, :width]) for keys, values in own]
-        own.append((k, v))
-        mixed = head.midlayer.self_attn.o_proj(_mixed(q, own))
+        guessed = [(keys[:, :, :width], values[:, :, :width]) for keys, values in guessed]
+        guessed.append((k, v))
+        mixed = head.midlayer.self_attn.o_proj(_mixed(q, guessed))
         logits, h = head.ending(h, mixed)
         said = wanted[:, n:].softmax(-1)
         losses.append(-(said * logits.log_softmax(-1)).sum(-1).mean())
@@ -224,9 +224,9 @@ def _heads(head: Eagle3, e: Tensor, h: Tensor, ahead: int) -> tuple[Tensor, Tens
     return q, repeat_kv(k, groups), repeat_kv(v, groups)
 
 
-def _mixed(q: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _mixed(q: Tensor, slots: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention [B,T,H D] of queries over the slots that the model has and the guesses of each place."""
-    (keys, values), guesses = own[0], own[1:]
+    (keys, values), guesses = slots[0], slots[1:]
     count, scale = q.shape[2], q.shape[3] ** -0.5
     later = torch.ones(count, count, dtype=torch.bool).triu(1)
     scores = (q @ keys.transpose(2, 3)).masked_fill(later, float("-inf"))
