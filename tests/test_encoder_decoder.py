@@ -247,7 +247,7 @@ def test_what_a_decoder_starts_from():
     told = model.generation_config
     told.decoder_start_token_id, told.forced_bos_token_id, told.num_beams = 2, 7, 4
     assert encoder_facts(model, 64, []).start == (2, 7)
-    assert note_of(model) == ["generate ignores num_beams of the generation's configuration"]
+    assert note_of(told) == ["generate ignores num_beams of the generation's configuration"]
     told.forced_bos_token_id, told.forced_decoder_ids = None, [[1, 5], [2, 6], [4, 8]]
     assert encoder_facts(model, 64, []).start == (2, 5, 6)
     told.decoder_start_token_id = model.config.decoder_start_token_id = None

@@ -12,18 +12,16 @@ _NOT_FOLLOWED = (
 )  # fmt: skip
 
 
-def suppressed_of(model: Any) -> Suppressed | None:
-    """The tokens that it rules out; None: it names none."""
-    told = getattr(model, "generation_config", None)
+def suppressed_of(config: Any) -> Suppressed | None:
+    """The tokens that a configuration rules out; None: it names none."""
     names = ("suppress_tokens", "begin_suppress_tokens")
-    always, first = (tuple(getattr(told, name, None) or ()) for name in names)
+    always, first = (tuple(getattr(config, name, None) or ()) for name in names)
     return Suppressed(always, first) if always or first else None
 
 
-def note_of(model: Any) -> list[str]:
-    """A note on what it asks for in vain, if anything."""
-    told = getattr(model, "generation_config", None)
-    asked = [n for n in _NOT_FOLLOWED if getattr(told, n, None) not in (None, 0, 1, [], {})]
+def note_of(config: Any) -> list[str]:
+    """A note on what a configuration asks for in vain, if anything."""
+    asked = [n for n in _NOT_FOLLOWED if getattr(config, n, None) not in (None, 0, 1, [], {})]
     if not asked:
         return []
     return [f"generate ignores {', '.join(asked)} of the generation's configuration"]

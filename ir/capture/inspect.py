@@ -91,7 +91,8 @@ def _of_module(
     limits: list[Limit] = []
     encoder: EncoderFacts | None = None
     paths: Paths | None = None
-    notes = note_of(model) if embedding is None else []
+    told = getattr(model, "generation_config", None)
+    notes = note_of(told) if embedding is None else []
     swaps = _swaps(model, modules, text, kind)
     try:
         _refuse(model, kind, arguments, embedding)
@@ -111,7 +112,7 @@ def _of_module(
     padded = {n: getattr(m, "padding_idx", None) for n, m in modules.items()}
     paddings = {n: p for n, p in padded.items() if isinstance(p, int)}
     plain = [v for m in modules.values() for v in vars(m).values() if isinstance(v, Tensor)]
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    eos = getattr(told, "eos_token_id", None)
     eos = getattr(text, "eos_token_id", None) if eos is None else eos
     bos = getattr(text, "bos_token_id", None)
     return ModelTraits(
@@ -132,7 +133,7 @@ def _of_module(
         parameters=sum({p.data_ptr(): p.numel() for p in model.parameters()}.values()),
         config=_as_json(config),
         encoder=encoder,
-        suppressed=None if embedding is not None else suppressed_of(model),
+        suppressed=None if embedding is not None else suppressed_of(told),
         notes=tuple(notes),
         input_name=str(getattr(model, "main_input_name", "input_ids")),
         position_name=next((n for n in _POSITION_NAMES if n in arguments), None),
