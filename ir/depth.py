@@ -8,6 +8,8 @@ from accel.ir.fields import Fields
 
 NESTED, PROPAGATE = CACHES = ("nested", "propagate")
 RUN_LAYERS, RUN_ATTN, RUN_MLP = "run_layers", "run_attn", "run_mlp"
+RUN_ROWS = "run_rows"  # the layers that change a row's stream [B,L]
+ROUTE = "route"  # the scores of each token's layers [B,T,L]
 BRANCHES = {
     RUN_LAYERS: "layer",
     RUN_ATTN: "attn",
@@ -24,7 +26,9 @@ class Depth:
     confidence from which decoding goes no deeper, or with `mlp` leaves out MLPs; none where the graph goes by none.
     mlp: the layers whose MLP decoding runs; none where a layer is left out as a whole. until: of each layer, how many
     tokens after a prompt it runs for although the plan leaves it out; none where no layer does. dense: how many tokens
-    after a prompt go by no threshold.
+    after a prompt go by no threshold. routed: whether each token goes by the threshold for itself, those of a prompt,
+    too, and leaves out branches above it. by_prompt: the mean score of a row's prompt from which on a layer runs for
+    what comes after it; none where layers have no scores.
     """
 
     plan: tuple[bool, ...]
@@ -33,6 +37,8 @@ class Depth:
     mlp: tuple[bool, ...] | None = None
     until: tuple[int, ...] | None = None
     dense: int = 0
+    routed: bool = False
+    by_prompt: float | None = None
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -54,10 +60,11 @@ class Depth:
         )
 
     @property
-    def inputs(self) -> dict[str, tuple[int, ...]]:
+    def inputs(self) -> dict[str, tuple[int | str, ...]]:
         """The step's inputs by which a call chooses, with their shapes."""
         threshold = {} if self.threshold is None else {"threshold": ()}
-        return {**dict.fromkeys(self.plans, (len(self.plan),)), **threshold}
+        rows = {} if self.by_prompt is None else {RUN_ROWS: ("B", len(self.plan))}
+        return {**dict.fromkeys(self.plans, (len(self.plan),)), **threshold, **rows}
 
     @property
     def all_run(self) -> bool:

@@ -57,6 +57,8 @@ class Program:
     traces: dict[Any, Any] = field(default_factory=dict)  # of accel.ir.trace; copies share them
     # what operators gave for fake operands of some shapes: layers are alike, and arithmetic on symbols is slow
     shapes: dict[Any, Tensor] = field(default_factory=dict)
+    # layer -> name -> tensor, by method: trained parts that were read before weights were stored otherwise
+    parts: dict[str, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
     examples: dict[str, Tensor] = field(
         default_factory=dict
     )  # of inputs with a default: for checks

@@ -5,7 +5,8 @@ choice.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,8 @@ class Stream:
         tokens: Tensor,
         value_of: ValueOf = compute,
     ):
-        self.params, self.calls, self.tokens = program.params, calls, tokens
+        self.params: Mapping[str, Tensor] = program.params
+        self.calls, self.tokens = calls, tokens
         self._value_of = value_of
         self._inputs = feeds(program, "step", tokens)
         self._logits = program.step.output_nodes()["logits"]
@@ -50,13 +52,14 @@ class Stream:
         out: Tensor = self._value_of(call, params or self.params, self._inputs, values)[0]
         return out
 
-    def inside(self, index: int, x: Tensor, nodes: Sequence[fx.Node]) -> list[Tensor]:
-        """Values of nodes of a layer's own graph, of x [n,T,E] before it."""
-        return self._inside(index, x, nodes, {})
-
-    def _inside(
-        self, index: int, x: Tensor, nodes: Sequence[fx.Node], known: Mapping[fx.Node, Tensor]
+    def inside(
+        self,
+        index: int,
+        x: Tensor,
+        nodes: Sequence[fx.Node],
+        known: Mapping[fx.Node, Tensor] | None = None,
     ) -> list[Tensor]:
+        """Values of nodes of a layer's own graph, of x [n,T,E] before it, where some are `known` to be others."""
         call = self.calls[index]
         region = call.target
         assert isinstance(region, Region)
@@ -64,7 +67,7 @@ class Stream:
         names = [str(h.target) for h in region.graph.find_nodes(op="placeholder")]
         arguments = map_arg(call.args, values.__getitem__)
         inputs = dict(zip(names, arguments, strict=True))
-        return evaluate(nodes, self.params, inputs, known, self._value_of)
+        return evaluate(nodes, self.params, inputs, known or {}, self._value_of)
 
     def without(self, index: int, x: Tensor, off: Sequence[fx.Node]) -> Tensor:
         """The stream behind a layer in whose graph some nodes, of the stream's size, are 0; x [n,T,E] is before it."""
@@ -72,10 +75,26 @@ class Stream:
         region = call.target
         assert isinstance(region, Region)
         (out,) = region.graph.find_nodes(op="output")
-        found: Tensor = self._inside(
-            index, x, [out.args[0][0]], dict.fromkeys(off, torch.zeros_like(x))
-        )[0]
-        return found
+        return self.inside(index, x, [out.args[0][0]], dict.fromkeys(off, torch.zeros_like(x)))[0]
+
+    def weighed(
+        self,
+        index: int,
+        x: Tensor,
+        sites: Sequence[tuple[Any, fx.Node, fx.Node]],
+        by: Callable[[Any, Tensor], Tensor],
+    ) -> Tensor:
+        """The stream behind a layer of which some terms are multiplied. sites: in order, what to call a term by, the
+        node of the stream before it, and its own. by: makes of that and the stream there [n,T,E] the factor.
+        """
+        known: dict[fx.Node, Tensor] = {}
+        for site, before, node in sites:
+            stream, value = self.inside(index, x, [before, node], known)
+            known[node] = value * by(site, stream)
+        region = self.calls[index].target
+        assert isinstance(region, Region)
+        (out,) = region.graph.find_nodes(op="output")
+        return self.inside(index, x, [out.args[0][0]], known)[0]
 
     def logits(self, x: Tensor) -> Tensor:
         """[n,T,V], of the stream [n,T,E] behind the last layer."""

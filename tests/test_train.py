@@ -17,7 +17,7 @@ from accel.compiler.load.source import open_source
 from accel.compiler.over_state import keys_of
 from accel.compiler.train import kind, source
 from accel.compiler.train.options import TrainOptions
-from accel.compiler.train.runs import absorb, aimed, fit, head, rounds, soft, table
+from accel.compiler.train.runs import absorb, aimed, fit, head, rounds, routers, soft, table
 from accel.compiler.train.source import Source
 from accel.compiler.train.train import method_of, train
 from accel.ir import trained as ir_trained
@@ -35,7 +35,7 @@ from accel.runtime.length._head import OfTokens
 from accel.runtime.length._of_rounds import OfRounds
 
 KINDS = {
-    "trim-kv": soft.SoftRun, "threshold-evict": aimed.AimedRun, "less": absorb.AbsorbRun,
+    "mod": routers.RoutersRun, "trim-kv": soft.SoftRun, "threshold-evict": aimed.AimedRun, "less": absorb.AbsorbRun,
     "tokenbutler": fit.FitRun, "specdec-pp": head.HeadRun, "q-filter": table.Measured,
 }  # fmt: skip
 SMALL = {"samples": 2, "length": 16, "rows": 1}

@@ -183,6 +183,20 @@ def _depth(depth: Depth | None) -> list[tuple[str, str]]:
     chosen = [str(i) for i, run in enumerate(depth.plan) if run]
     which = "" if all(depth.plan) else f" ({', '.join(chosen)})"
     does = "early exit" if depth.mlp is None else "fewer MLPs"
+    if depth.routed:
+        return [
+            (
+                "depth",
+                f"each token leaves out branches above a confidence of {depth.threshold:g}; cache {depth.cache}",
+            )
+        ]
+    if depth.by_prompt is not None:
+        return [
+            (
+                "depth",
+                f"after a prompt the layers whose mean score in it is at least {depth.by_prompt:g}",
+            )
+        ]
     exits = "" if depth.threshold is None else f", {does} at a confidence of {depth.threshold:g}"
     what = "layers" if depth.mlp is None else f"attentions and {sum(depth.mlp)} MLPs"
     of = f"{len(chosen)} of {len(depth.plan)} {what} for a token after the prompt{which}{exits}"

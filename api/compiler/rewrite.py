@@ -88,6 +88,7 @@ def rewrite(job: Job, program: Program, check: NumericCheck | None) -> None:
             job.loss = loss(before, program, text)
             refuse_broken(job.loss, job.plan)
     program.params.origins.clear()
+    program.parts.clear()
     program.calibration = program.spelling = program.second_model = None
 
 

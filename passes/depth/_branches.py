@@ -61,6 +61,11 @@ class Branches:
         mine = self.attention.index(term) if term in self.attention else -1
         return [n for n, place in places.items() if place == mine]
 
+    def before(self, term: Term) -> fx.Node:
+        """The stream that a term is added to; of attention and MLP side by side that before both."""
+        others = (t for t in (*self.attention, *self.mlp) if t is not term)
+        return self.stream if any(t.total is term.total for t in others) else term.carried
+
     def parts(self, terms: list[Term]) -> list[tuple[Term, list[fx.Node]]]:
         """Each term with its members."""
         return [(term, self.members(term)) for term in terms]

@@ -103,7 +103,7 @@ def observed(
             x, near = stream.start, []
             for index, of in enumerate(parts):
                 if index in middle:
-                    base, change = stream.inside(index, x, [_before(of), of.mlp[0].value])
+                    base, change = stream.inside(index, x, [of.before(of.mlp[0]), of.mlp[0].value])
                     near.append(likeness(base + change, base).flatten())
                 x = stream.layer(index, x)
             found.append(torch.stack(near))
@@ -128,13 +128,6 @@ def _only(of: Branches, index: int) -> Branches:
             "choose a method that skips whole layers, such as unified-skip"
         )
     return of
-
-
-def _before(of: Branches) -> fx.Node:
-    """What the MLP is added to; of one beside attention the stream before both."""
-    (term,) = of.mlp
-    both = any(term.total is other.total for other in of.attention)
-    return of.stream if both else term.carried
 
 
 def _still(value: Tensor, before: Tensor, limit: Tensor, span: float) -> Tensor:
@@ -168,7 +161,7 @@ def _carry(
         for n in region.graph.nodes
         if isinstance(n.target, Conditional) and n.target.name == f"mlp.{index}"
     )
-    flag, base = inner.args[0], _before(of)
+    flag, base = inner.args[0], of.before(of.mlp[0])
     with region.graph.inserting_before(inner):
         editor = Editor(program, region.graph)
         open_ = editor.call(aten.le.Scalar, outer[left], 0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.depth import RUN_ATTN, RUN_LAYERS, RUN_MLP, Depth
+from accel.ir.depth import RUN_ATTN, RUN_LAYERS, RUN_MLP, RUN_ROWS, Depth
 from accel.ir.facts import Facts
 from accel.ir.kv import COARSE
 
@@ -18,18 +18,23 @@ NEVER = 2.0  # a confidence that no token reaches
 @dataclass(frozen=True, eq=False)
 class Controls:
     """What the graph is told beside the tokens: layers [L] bool, or those whose attention and those whose MLP runs;
-    threshold [] float32.
+    threshold [] float32. rows: of each row the layers that change its stream [B,L]; none: those that run.
     """
 
     layers: npt.NDArray[np.bool_]
     threshold: float = NEVER
     mlp: npt.NDArray[np.bool_] | None = None
+    rows: npt.NDArray[np.bool_] | None = None
 
     def same(self, other: Controls) -> bool:
         """Whether both say the same."""
         return self.threshold == other.threshold and all(
             a is b or (a is not None and b is not None and np.array_equal(a, b))
-            for a, b in ((self.layers, other.layers), (self.mlp, other.mlp))
+            for a, b in (
+                (self.layers, other.layers),
+                (self.mlp, other.mlp),
+                (self.rows, other.rows),
+            )
         )
 
     def arrays(self, depth: Depth) -> dict[str, npt.NDArray[Any]]:
@@ -39,6 +44,10 @@ class Controls:
             found = {RUN_ATTN: self.layers, RUN_MLP: self.mlp}
         if depth.threshold is not None:
             found["threshold"] = np.array(self.threshold, np.float32)
+        if depth.by_prompt is not None:
+            found[RUN_ROWS] = (
+                np.ones((1, len(self.layers)), bool) if self.rows is None else self.rows
+            )
         return found
 
 

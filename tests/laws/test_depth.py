@@ -11,6 +11,7 @@ from accel.ir.errors import InputError, RecipeError
 from accel.passes.depth._delete import Deletion
 
 from ..depth_case import LAYERS, NEVER, TOKENS, WHOLE, far, oracle, plan
+from ..router_case import opened
 
 AXIS = find_axes()["depth"]
 NAMES = AXIS.names()
@@ -27,7 +28,7 @@ def on(compiled):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", [n for n in NAMES if not issubclass(AXIS.method(n), Deletion)])
 def test_all_layers_on_is_the_full_model_bit_for_bit(name, deep):
-    _, compiled = deep("llama", use=name, **AXIS.small(name))
+    _, compiled = deep("llama", use=name, **AXIS.small(name), **opened("llama", LAYERS, name))
     assert compiled.report["grade"] == AXIS.build(name, **AXIS.small(name)).grade
     _, base = deep("llama")
     for kernels in {"grouped", "native"} & set(base.artifact.entries["step"].graphs):

@@ -124,9 +124,15 @@ class OrtSession:
         self._logits_value = ort_value(self._logits)
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """See protocol.BackendSession: written into memory that is bound already."""
+        """See protocol.BackendSession: written into memory that is bound already, where it has that size."""
+        anew = [n for n, array in values.items() if self._controls[n].shape != array.shape]
+        for name in anew:
+            self._controls[name] = aligned(values[name].shape, values[name].dtype.name)
+            self._control_values[name] = ort_value(self._controls[name])
         for name, array in values.items():
             self._controls[name][...] = array
+        if anew and self._decode:
+            self._bind(self._buffers)
 
     def adapt(self, arrays: Mapping[str, npt.NDArray[Any]], rows: npt.NDArray[Any]) -> None:
         """See protocol.BackendSession. Sessions share the arrays a and b; `rows` is this one's own."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.depth import NESTED, RUN_ATTN, RUN_LAYERS, RUN_MLP, Depth
+from accel.ir.depth import NESTED, ROUTE, RUN_ATTN, RUN_LAYERS, RUN_MLP, Depth
 from accel.ir.errors import InputError, shown
 from accel.runtime.backends.layer_inputs import NEVER, Controls, whole
 from accel.runtime.backends.protocol import BackendSession
-from accel.runtime.call import Call
+from accel.runtime.call import Arrays, Call
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow
 from accel.runtime.session.observers.observer import (
@@ -24,6 +24,7 @@ from accel.runtime.session.observers.observer import (
     SessionObserver,
     Settled,
 )
+from accel.runtime.session.state._routes import Routes
 
 THRESHOLD = "threshold"
 LACKS = (
@@ -44,11 +45,18 @@ class LayerSchedule(SessionObserver, CallWatcher):
 
     Where caches are nested a layer that was left out for a token may run again only when that token
     is forgotten: by default it stays off, and a plan that switches it on is refused.
+
+    Where layers have scores, each row's layers are chosen by its prompt: a layer runs where one row takes it, and
+    changes the streams of those that do.
     """
 
     _lacks: Annotated[Ints, ByRow(axis=1)]  # the first token of each row that a layer lacks [L,B]
     _prompt: Annotated[Ints, ByRow()]  # tokens of each row up to which its last prompt went [B]
     _before: Annotated[Ints, ByRow(saved=False)]  # tokens before the call
+    _routes: Annotated[Routes, ByRow(name="routes")]
+    _asks: Annotated[
+        npt.NDArray[np.bool_], ByRow(saved=False)
+    ]  # rows whose tokens belong to a prompt
 
     order = 90  # what a call ran counts only when all else about it went well
     controls: ClassVar[Mapping[str, str]] = {
@@ -73,6 +81,8 @@ class LayerSchedule(SessionObserver, CallWatcher):
         self._noted: Controls | None = None
         self._sent: Controls | None = None
         self._before = np.zeros(batch, np.int64)
+        self._routes = Routes(batch, len(depth.plan))
+        self._asks = np.zeros(batch, bool)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -83,15 +93,17 @@ class LayerSchedule(SessionObserver, CallWatcher):
     @property
     def capabilities(self) -> Capabilities:
         """Single tokens go another way than several at once, unless the recipe's plan is all layers. Rows that are run
-        together leave out what one of them left out.
+        together leave out what one of them left out. Where each token goes by itself, neither is so.
         """
-        same = self.depth.all_run and self.depth.threshold is None
-        return Capabilities(width=None if same else 1, joins=same, chunks=same)
+        same = self.depth.all_run and (self.depth.threshold is None or self.depth.routed)
+        alone = same and self.depth.by_prompt is None
+        return Capabilities(width=None if alone else 1, joins=same, chunks=same)
 
     def begin(self, backend: BackendSession, call: Call) -> None:
         """Let the backend session know what the call runs (`plan_of`), where that is news."""
         sent = self.plan_of(call)
         self._before, self._decoding = call.before, self._decodes(call)
+        self._asks = ~self._after_prompts(call)
         if sent is not self._sent:
             backend.control(sent.arrays(self.depth))
             self._sent = sent
@@ -102,8 +114,11 @@ class LayerSchedule(SessionObserver, CallWatcher):
         """
         before, after = call.before, call.after
         threshold = call.controls.get(THRESHOLD)
-        controls = self._decode[self._turn(before, after)] if self._decodes(call) else self._whole
+        decodes = self.depth.routed or self._decodes(call)
+        controls = self._decode[self._turn(before, after)] if decodes else self._whole
         asked = self._asked_for(call.controls, controls)
+        if asked is None and self.depth.by_prompt is not None:
+            return self._by_row(call)
         if asked is not None:
             controls = asked
         if threshold is None and controls is self._noted:
@@ -133,6 +148,34 @@ class LayerSchedule(SessionObserver, CallWatcher):
         return not call.prompt and bool(
             (call.after - call.before).max() == 1 and call.before.min() > 0
         )
+
+    @staticmethod
+    def _after_prompts(call: Call) -> npt.NDArray[np.bool_]:
+        """The rows [B] whose token is a single one after a prompt, whatever others run."""
+        found: npt.NDArray[np.bool_] = (call.after - call.before == 1) & (call.before > 0)
+        return found & (not call.prompt)
+
+    def _by_row(self, call: Call) -> Controls:
+        """Each row's own layers: of a prompt all, after it those that its scores choose; without those that it lacks.
+        One that comes again is the same object.
+        """
+        assert self.depth.by_prompt is not None
+        rows = (self._lacks >= call.before).T | (call.after == call.before)[:, None]
+        after = self._after_prompts(call)
+        if after.any():
+            rows = rows & (self._routes.chosen(self.depth.by_prompt) | ~after[:, None])
+        runs = rows[call.after > call.before]
+        found = Controls(runs.any(0) if len(runs) else rows.any(0), rows=rows)
+        return self._sent if self._sent is not None and self._sent.same(found) else found
+
+    def before(self, backend: BackendSession, width: int) -> Collection[str]:
+        """See CallWatcher: scores of prompts."""
+        return (ROUTE,) if self.depth.by_prompt is not None and self._asks.any() else ()
+
+    def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
+        """See CallWatcher."""
+        if ROUTE in extra and self.depth.by_prompt is not None:
+            self._routes.note(positions, extra[ROUTE], self._asks)
 
     def _turn(self, before: Ints, after: Ints) -> int:
         """Which of the plans of decoding runs, for the row that is nearest to its prompt."""
@@ -170,7 +213,9 @@ class LayerSchedule(SessionObserver, CallWatcher):
         if moment != "call" or controls is None or controls is self._noted:
             return None
         if self.depth.cache == NESTED:
-            out = ~controls.layers[:, None] & rows
+            ran = controls.layers[:, None]
+            ran = ran if controls.rows is None else ran & controls.rows.T
+            out = ~ran & rows
             self._lacks = np.where(out, np.minimum(self._lacks, self._before), self._lacks)
         self._noted = controls if rows.all() else None
         return None
@@ -179,6 +224,7 @@ class LayerSchedule(SessionObserver, CallWatcher):
         """Rows hold no more than `new_lengths` [B] tokens from now on."""
         self._lacks[self._lacks >= new_lengths] = _FAR
         self._prompt = np.minimum(self._prompt, new_lengths)
+        self._routes.cut(new_lengths)
         self._noted = None
         return False
 

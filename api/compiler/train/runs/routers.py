@@ -1,0 +1,109 @@
+"""What learns which layers, or branches of them, a token takes (`passes/depth/_routed.py`): the model runs softly, as
+the routers say, and predicts its text; the model stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from accel.compiler.over_state import keys_of, shared
+from accel.compiler.pipeline import pipeline
+from accel.compiler.train.run import Run
+from accel.ir.program import Program
+from accel.passes import run
+from accel.passes.depth._joint import layers
+from accel.passes.depth._routed import Branch, Learns, of_target, unit
+from accel.passes.gradients import References
+from accel.passes.stream import Stream
+from accel.passes.trained import Parts, sample
+
+
+class SoftLayers:
+    """A program's step over whole rows, layer by layer, what layers change weighed by routers."""
+
+    def __init__(self, program: Program, method: Learns):
+        self.program, self.method = program.copy(), method
+        steps = pipeline(program.facts.encoder is not None)
+        count = shared(steps)
+        run(self.program, steps[count:], done=steps[:count])
+        self.calls = layers(self.program)
+        self.sites = method.sites(self.program, self.calls)
+        self.keys = keys_of(self.program)
+        self.fixed = {name: self.program.params[name] for name in self.program.params}
+
+    @property
+    def names(self) -> str:
+        """By what the model is known again."""
+        return sample(self.program, self.keys)
+
+    def start(self, inner: int, seed: int) -> Parts:
+        generator = torch.Generator().manual_seed(seed)
+        (width,) = {int(call.meta["val"][0].shape[-1]) for call in self.calls}
+        return {
+            layer: self.method.start(width, int(keys.meta["val"].shape[1]), inner, generator)
+            for layer, keys in self.keys.items()
+        }
+
+    def logits(
+        self, tokens: Tensor, parts: Parts | None = None, progress: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """[B,T,V] of tokens [B,T], and the mean of what costs; without parts, the model's own."""
+        stream = Stream(self.program, self.calls, tokens, References().value)
+        stream.params = self.fixed
+        x, costs = stream.start, []
+        for index, sites in enumerate(self.sites):
+            if parts is None:
+                x = stream.layer(index, x)
+            elif sites:
+                x, cost = self._branches(stream, index, x, parts[index], progress)
+                costs += cost
+            else:
+                by, cost_of_it = self.method.soft(
+                    unit(x), progress, **of_target(parts[index], "layer")
+                )
+                x = x + by * (stream.layer(index, x) - x)
+                costs.append(cost_of_it)
+        mean = torch.stack(costs).mean() if costs else torch.zeros(())
+        return stream.logits(x), mean
+
+    def _branches(
+        self, stream: Stream, index: int, x: Tensor, part: Mapping[str, Tensor], progress: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The stream behind a layer, of x before it, each branch weighed by its router."""
+        costs = []
+
+        def by(site: Branch, before: Tensor) -> Tensor:
+            found, cost = self.method.soft(unit(before), progress, **of_target(part, site.target))
+            costs.append(cost)
+            return found
+
+        sites = [(s, s.before, s.term.value) for s in self.sites[index]]
+        return stream.weighed(index, x, sites, by), costs
+
+
+class RoutersRun(Run):
+    """Routers learn to predict the text by less."""
+
+    @classmethod
+    def takes(cls, method: type[Any]) -> bool:
+        """See Kind."""
+        return issubclass(method, Learns)
+
+    @classmethod
+    def over(cls, program: Program, method: Any) -> SoftLayers:
+        """See Run."""
+        return SoftLayers(program, method)
+
+    def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
+        """One step on rows [B,T+1], of which tokens with weight `known` [B,T] can be predicted."""
+        tokens, target = ids[:, :-1], ids[:, 1:]
+        logits, mean = self.soft.logits(tokens, self.parts, min(1.0, self.progress))
+        wrong = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
+        text = (wrong * known.flatten()).sum() / known.sum().clamp(min=1)
+        self.descend(text + self.options.pressure * self.soft.method.price(mean))
+        return {"text": text.item(), "mean": mean.item()}

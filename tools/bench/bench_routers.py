@@ -1,0 +1,160 @@
+"""What trained routers of layers cost in quality, beside routers that draw by chance.
+
+    python tools/bench/bench_routers.py mod gateskip first-router
+    python tools/bench/bench_routers.py gateskip --part FILE --ratio 0.1
+
+On the bundled model and held-out Python: the loss of a token, how often its likeliest next one is the whole model's,
+and the share of what has a router that runs. `by chance`: each token (of `first-router`, each row) draws, with one
+share in all layers; `as much of each`: with the share that each layer or branch has by its router; medians of three
+draws. `first-router` reads the first half of a row as its prompt, and the second half is measured; of the others all of
+it. `gates alone`: `gateskip` where nothing is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
+import numpy as np
+import torch
+import typer
+from reference_data import REFERENCE, encode, sources
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+
+from accel.compiler.load.source import open_source
+from accel.compiler.train.runs.routers import SoftLayers
+from accel.compiler.train.source import Source
+from accel.ir.axis import find_axes
+from accel.ir.calibration import Calibration
+from accel.passes.depth._routed import Branch, Learns, Routed, of_target, unit
+from accel.passes.gradients import References
+from accel.passes.stream import Stream
+
+ROWS, LENGTH, DRAWS = 8, 256, 3
+Choose = Callable[[Any, Tensor], Tensor]  # the rows or tokens that run: of a site, and its shares
+
+
+def held_out() -> tuple[Tensor, Tensor]:
+    """Rows to calibrate on and rows to measure on [n,T]."""
+    tokenizer = Tokenizer.from_file(str(REFERENCE / "tokenizer.json"))
+    texts = sources()[1]
+    np.random.default_rng(1).shuffle(texts)  # type: ignore[arg-type]
+    ids = torch.from_numpy(np.asarray(encode(tokenizer, texts)[: 4 * ROWS * LENGTH], np.int64))
+    rows = ids.view(-1, LENGTH)
+    return rows[::4], rows[1::4]
+
+
+class Measured:
+    """A model's rows, run as a method's routers say."""
+
+    def __init__(self, soft: SoftLayers, method: Learns, tokens: Tensor):
+        self.soft, self.method, self.tokens = soft, method, tokens
+        self.parts = soft.program.parts[method.key]
+        self.half = tokens.shape[1] // 2 if not isinstance(method, Routed) else 0
+
+    def stream(self) -> Stream:
+        stream = Stream(self.soft.program, self.soft.calls, self.tokens, References().value)
+        stream.params = self.soft.fixed
+        return stream
+
+    def base(self) -> Tensor:
+        return self._run(lambda _, x: torch.ones(()), {}, plain=True)
+
+    def run(self, shares: dict[str, float], draw: torch.Generator | None = None) -> Tensor:
+        """Logits; `shares` gets the share that runs of each site, or where `draw` is given says it."""
+
+        def choose(site: Any, taken: Tensor) -> Tensor:
+            if draw is None:
+                shares[site] = float(taken.float().mean())
+                return taken
+            return torch.rand(taken.shape, generator=draw) < shares[site]
+
+        return self._run(choose, shares)
+
+    def _run(self, choose: Choose, shares: dict[str, float], plain: bool = False) -> Tensor:
+        stream = self.stream()
+        x = stream.start
+        method = self.method
+        for index, sites in enumerate(self.soft.sites):
+            if plain:
+                x = stream.layer(index, x)
+            elif isinstance(method, Routed):
+
+                def by(site: Branch, before: Tensor) -> Tensor:
+                    router = of_target(self.parts[site.layer], site.target)
+                    taken = ~(method.spare(unit(before), **router) > method.limit)
+                    scale = method.scale(unit(before), **router)
+                    kept = choose(site.name, taken)[..., None].float()
+                    return kept if scale is None else kept * scale
+
+                x = stream.weighed(index, x, [(s, s.before, s.term.value) for s in sites], by)
+            else:
+                after = stream.layer(index, x)
+                router = of_target(self.parts[index], "layer")
+                score = method.score(unit(x[:, : self.half]), **router).mean(1)  # type: ignore[attr-defined]
+                ends = index in (0, len(self.soft.calls) - 1)
+                taken = (score >= method.threshold) | ends  # type: ignore[attr-defined]
+                kept = taken if ends else choose(index, taken)
+                late = torch.arange(x.shape[1]) >= self.half
+                x = torch.where((kept[:, None] | ~late)[..., None], after, x)
+        return stream.logits(x)
+
+
+def main(
+    methods: list[str],
+    part: Annotated[Path | None, typer.Option(help="By default the bundled one.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="Of gateskip.")] = None,
+) -> None:
+    torch.set_num_threads(1)
+    quiet: Any = lambda *_: None  # noqa: E731
+    source = Source(REFERENCE, open_source(REFERENCE).tokenizer, None, quiet, quiet)
+    read, tokens = held_out()
+    axis = find_axes()["depth"]
+    print("| method | share that runs | loss | agrees |\n|---|---:|---:|---:|")
+    for name in methods:
+        options: dict[str, Any] = {"trained": str(part)} if part else {}
+        options |= {"ratio": ratio} if ratio is not None and name == "gateskip" else {}
+        method = axis.build(name, **options)
+        soft = SoftLayers(source.program, method)
+        reads = method.steps()[0]
+        reads.run(soft.program)
+        soft.program.calibration = Calibration(read, read, "given")
+        if isinstance(method, Routed):
+            parts = soft.program.parts[method.key]
+            soft.program.parts[method.key] = method.measured(
+                soft.program, soft.calls, soft.sites, parts
+            )
+        with torch.no_grad():
+            one = Measured(soft, method, tokens)
+            whole = one.base()
+            tell("the whole model", {}, whole, one, whole)
+            shares: dict[str, float] = {}
+            tell(f"`{name}`", shares, one.run(shares), one, whole)
+            level = dict.fromkeys(shares, sum(shares.values()) / len(shares))
+            for words, some in (("… by chance", level), ("… as much of each", shares)):
+                drawn = [one.run(some, torch.Generator().manual_seed(s)) for s in range(DRAWS)]
+                middle = sorted(drawn, key=lambda logits: loss(one, logits))[DRAWS // 2]
+                tell(words, some, middle, one, whole)
+            if name == "gateskip":
+                open_ = dict.fromkeys(shares, 2.0)
+                tell("… gates alone", open_, one.run(open_, torch.Generator()), one, whole)
+
+
+def loss(one: Measured, logits: Tensor) -> float:
+    odds, target = logits[:, one.half : -1].float(), one.tokens[:, one.half + 1 :]
+    return float(F.cross_entropy(odds.flatten(0, 1), target.flatten()))
+
+
+def tell(name: str, shares: dict[str, float], logits: Tensor, one: Measured, whole: Tensor) -> None:
+    same = (logits.argmax(-1) == whole.argmax(-1))[:, one.half :].float().mean()
+    share = min(1.0, sum(shares.values()) / len(shares)) if shares else 1.0
+    print(f"| {name} | {share:.0%} | {loss(one, logits):.3f} | {same:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
