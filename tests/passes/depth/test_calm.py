@@ -126,7 +126,7 @@ def seen(count, by):
     program = capture(loaded.model, max_context=64, stored=loaded.stored)
     run(program, pipeline())
     text = make_calibration(None, source.tokenizer, program.facts, lambda *_: None)
-    of = (lambda x, *_: gap(x)) if by == "softmax" else (lambda _, a, b: likeness(a, b))
+    of = (lambda x, *_: gap(x)) if by == "softmax" else (lambda _, a, b, *__: likeness(a, b))
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_threshold, "TOKENS", count)
@@ -180,7 +180,7 @@ def test_what_is_observed_is_what_the_module_gives(by):
     """Every eighth token of each row; the control: its neighbours."""
     text = torch.from_numpy(np.random.default_rng(5).integers(3, 90, (3, 24)))
     program, module = program_of(COUNT, text), module_of(COUNT)
-    of = (lambda x, *_: gap(x)) if by == "softmax" else (lambda _, a, b: likeness(a, b))
+    of = (lambda x, *_: gap(x)) if by == "softmax" else (lambda _, a, b, *__: likeness(a, b))
     sure, same = observed(program, layers(program), [1, 3], of)
     whole = oracle(module, text.numpy(), np.ones((COUNT, 24), bool)).argmax(-1)
     for index, layer in enumerate((1, 3)):
