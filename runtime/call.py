@@ -20,7 +20,7 @@ class Call:
     """Tokens [B,T] that rows of `before` [B] tokens take, `counts` [B] of them real (None: all).
 
     prompt: a prompt ends with these tokens. controls: what the caller says beside them, by the names that observers
-    declare (`CallWatcher.controls`). tree: a path of them may be kept, or none.
+    declare (`CallWatcher.controls`).
     """
 
     tokens: Ints
@@ -28,7 +28,6 @@ class Call:
     before: Ints
     prompt: bool = False
     controls: Mapping[str, Any] = field(default_factory=dict)
-    tree: bool = False
 
     @property
     def after(self) -> Ints:

@@ -409,7 +409,7 @@ class SessionCore:
     def begin_tree(self, tokens: Ints, counts: Ints, controls: Mapping[str, Any] = NONE) -> None:
         """A call of tokens [B,T] comes that may be given up again, `counts` [B] of them real."""
         controls = self._checked(controls) if controls else NONE
-        call = Call(tokens, counts, self.lengths, controls=controls, tree=True)
+        call = Call(tokens, counts, self.lengths, controls=controls)
         for one in self.watchers:
             one.begin(self.backend, call)
 

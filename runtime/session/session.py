@@ -272,7 +272,6 @@ class Session:
         core = self._open(same=not width)
         check_names("entry", [name], core.backend.entries)
         if width:
-            core.catch_up()
             slots = core.lengths - core.base
             core.make_room(slots, width)
             inputs = {**inputs, "slots": slots}

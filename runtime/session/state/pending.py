@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
@@ -19,6 +20,7 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.rows import ByRow, PerRow
 from accel.runtime.session.observers.observer import (
     Calls,
+    Capabilities,
     ModelParts,
     ObserverFactory,
     PromptRunner,
@@ -56,6 +58,11 @@ class PendingTokens(LayerSchedule, PromptRunner):
         return ObserverFactory(lambda batch: cls(depth, batch))
 
     @property
+    def capabilities(self) -> Capabilities:
+        """See LayerSchedule. A tree is no chain that new tokens could end."""
+        return replace(super().capabilities, trees=False)
+
+    @property
     def stats(self) -> dict[str, float]:
         """See SessionObserver."""
         return {"tokens_again": self._again}
@@ -66,7 +73,7 @@ class PendingTokens(LayerSchedule, PromptRunner):
         assert self._sent is not None
         self._prior = (self.pending, self._ids)
         self._leaves = self._sent.threshold < NEVER
-        self._together = not (call.prompt or call.tree) and self._most(call) <= 1 + self._window
+        self._together = not call.prompt and self._most(call) <= 1 + self._window
 
     def plan_of(self, call: Call) -> Controls:
         """See LayerSchedule. Raises InputError."""
@@ -77,7 +84,7 @@ class PendingTokens(LayerSchedule, PromptRunner):
                 'where; leave run_layers out, or build with cache = "propagate"'
             )
         embedded = call.controls.get(EMBEDS) is not None  # which are not there to run again
-        full = call.prompt or call.tree or embedded or self._most(call) > self._window
+        full = call.prompt or embedded or self._most(call) > self._window
         return self._whole if full else controls
 
     @property
