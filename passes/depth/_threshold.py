@@ -69,16 +69,18 @@ def observed(
     with torch.no_grad():
         for rows in sample(program):
             stream = Stream(program, calls, rows)
-            x, found = stream.start, []
+            x, found, likeliest = stream.start, [], []
             for index in range(len(calls)):
                 before, x = x, stream.layer(index, x)
                 if index in exits or index == len(calls) - 1:
                     logits = stream.logits(x)
-                    found.append((confidence(logits, x, before, index), logits.argmax(-1)))
+                    likeliest.append(logits.argmax(-1))
+                if index in exits:
+                    found.append(confidence(logits, x, before, index))
             picked = slice(min(APART, rows.shape[1]) - 1, None, APART)
-            last = found.pop()[1]
-            sure.append(torch.stack([s[:, picked].flatten() for s, _ in found]))
-            same.append(torch.stack([(token == last)[:, picked].flatten() for _, token in found]))
+            last = likeliest.pop()
+            sure.append(torch.stack([s[:, picked].flatten() for s in found]))
+            same.append(torch.stack([(token == last)[:, picked].flatten() for token in likeliest]))
     return torch.cat(sure, 1), torch.cat(same, 1)
 
 

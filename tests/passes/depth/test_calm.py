@@ -131,9 +131,8 @@ def seen(count, by):
     source = open_source(Path(reference.__file__).parent)
     loaded = source.load()
     program = capture(loaded.model, max_context=64, stored=loaded.stored)
-    run(program, pipeline())
+    run(program, [*pipeline(), Reads(Calm(), ExitClassifier())])
     text = make_calibration(None, source.tokenizer, program.facts, lambda *_: None)
-    run(program, [Reads(Calm(), ExitClassifier())])
     learnt = program.parts["calm"]
 
     def of(logits, after, before, layer):
@@ -171,7 +170,7 @@ def test_the_bound_holds_with_its_probability(by):
     """Of tokens drawn from a text, for all of it. The control: the share that was seen is no bound."""
     whole = [torch.cat(parts, 1) for parts in zip(*seen(1024, by), strict=True)]
     beyond, plainly, early = draws(whole, whole, LIMITS[by])
-    assert beyond <= 2 * DOUBT < 0.25 < plainly
+    assert beyond <= 2 * DOUBT < plainly
     assert early > 0.05
 
 
@@ -236,7 +235,7 @@ def test_a_build_measures_its_threshold_and_tells_what_holds():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"by": "mean"}, "by 'mean' does not exist; known: softmax, max, state, meta"),
+        ({"by": "mean"}, "by 'mean' does not exist; did you mean 'meta'"),
         ({"agreement": 1.0}, "agreement is 1.0; give more than 0 and less than 1"),
         ({"probability": 0.0}, "probability is 0.0; give more than 0 and less than 1"),
     ],
