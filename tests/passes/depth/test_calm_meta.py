@@ -1,17 +1,20 @@
 """calm by a trained classifier: what it is taught, what it tells, and where a token leaves by it."""
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import accel
+from accel import reference
 from accel.compiler.over_state import over_state
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.exits import HELD, Exits, ExitsRun
+from accel.compiler.train.train import train
 from accel.ir.capture.capture import capture
-from accel.ir.errors import PassError
+from accel.ir.errors import InputError, PassError
 from accel.passes.depth._classifier import ExitClassifier, classified, lost
 from accel.passes.trained import write
 
@@ -132,3 +135,8 @@ def test_it_tells_what_the_rule_tells():
 def test_a_model_without_a_classifier_is_told_how_to_train_one():
     with pytest.raises(PassError, match="calm: .*train it: accel-compile train calm MODEL"):
         accel.optimize(module_of(LAYERS), {"depth": {"use": "calm", "by": "meta"}}, target="eager")
+
+
+def test_it_does_not_learn_from_the_text_of_thresholds(tmp_path):
+    with pytest.raises(InputError, match="calm: .*own text.* give text="):
+        train("calm", Path(reference.__file__).parent, {"out": tmp_path / "part"})

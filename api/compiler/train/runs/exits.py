@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from accel.compiler.train.layered import Layered
+from accel.compiler.train.kind import Made
+from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.run import Run
+from accel.compiler.train.source import Source
+from accel.ir.errors import InputError
 from accel.ir.program import Program
 from accel.passes.depth._classifier import ExitClassifier, judged, lost
 from accel.passes.depth.calm import Calm
@@ -61,6 +65,18 @@ class ExitsRun(Run):
     def over(cls, program: Program, method: Any) -> Exits:
         """See Run."""
         return Exits(program, ExitClassifier())
+
+    @classmethod
+    def make(cls, method: Any, source: Source, options: TrainOptions) -> Made:
+        """See Kind. Raises InputError where the text is that on which builds measure thresholds: of what the
+        classifiers have learnt by heart no bound holds elsewhere.
+        """
+        if source.text is None and source.own_rows is None:
+            raise InputError(
+                "calm: builds measure its threshold on accel's own text, so its classifiers must learn from another; "
+                "give text=…"
+            )
+        return super().make(method, source, options)
 
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1], of which tokens with weight `known` [B,T] are text."""
