@@ -88,4 +88,6 @@ class Depth:
         if self.cache not in (*CACHES, REFEED):
             raise f.wrong("cache", self.cache, f"one of {', '.join((*CACHES, REFEED))}")
         if (self.cache == REFEED) != (self.window > 0):
-            raise f.wrong("window", self.window, "a count above 0 where the cache is refeed, else 0")
+            raise f.wrong(
+                "window", self.window, "a count above 0 where the cache is refeed, else 0"
+            )

@@ -53,7 +53,7 @@ class Calm(Base):
     The confidence (`by`) is how far the probabilities of the two likeliest tokens are apart (`softmax`), or that of the
     likeliest (`max`), for which each exit computes the LM head. Or the head is computed once, and the confidence is the
     cosine of the residual stream before and after the layer of the exit (`state`), or what a trained linear classifier
-    tells of the stream (`meta`; `accel-compile train calm MODEL --text FILE`, a text other than that on which thresholds
+    tells of the stream (`meta`; `accel-compile train calm MODEL --text FILE`, not that on which thresholds
     are measured; `trained`: its file, empty: the one that is kept).
 
     What the layers above an exit hold of the token (`cache`): keys and values of the exit layer's output (`propagate`),

@@ -4,21 +4,23 @@ is, each tells from the stream behind its layer whether the head has the last la
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel.compiler.train.layered import Layered
 from accel.compiler.train.kind import Made
+from accel.compiler.train.layered import Layered
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.run import Run
 from accel.compiler.train.source import Source
 from accel.ir.errors import InputError
 from accel.ir.program import Program
 from accel.passes.depth._classifier import ExitClassifier, judged, lost
-from accel.passes.depth.calm import Calm
+from accel.passes.depth.calm import META, Calm
 from accel.passes.trained import Parts
 
 POOL = 48  # steps for which the model reads text: reading costs more than learning
@@ -77,6 +79,10 @@ class ExitsRun(Run):
                 "give text=…"
             )
         return super().make(method, source, options)
+
+    def write(self, out: Path, told: Mapping[str, str], by: Mapping[str, Any]) -> None:
+        """See Run."""
+        super().write(out, {**told, "by": META}, by)
 
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1], of which tokens with weight `known` [B,T] are text."""
