@@ -80,9 +80,9 @@ class ExitsRun(Run):
             )
         return super().make(method, source, options)
 
-    def write(self, out: Path, told: Mapping[str, str], by: Mapping[str, Any]) -> None:
+    def write(self, out: Path, notes: Mapping[str, str], by: Mapping[str, Any]) -> None:
         """See Run."""
-        super().write(out, {**told, "by": META}, by)
+        super().write(out, {**notes, "by": META}, by)
 
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1], of which tokens with weight `known` [B,T] are text."""
