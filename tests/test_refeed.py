@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from accel.commands.recipes import parts_of
+from accel.compiler.assemble import assemble
 from accel.ir.depth import LAYERS_RAN
 from accel.ir.errors import InputError, RecipeError
+from accel.ir.invariants import Invariant
+from accel.ir.recipe import Recipe
 from accel.passes.depth.calm import Calm
 from accel.runtime.session.state.pending import PendingTokens
 
@@ -257,6 +261,26 @@ def test_rows_without_a_new_token_wait_with_the_others(deep):
         session.run(TOKENS[:, START + 2 : START + 3], [0, 1])
         rows = [TOKENS[0, : START + 2], [*TOKENS[1, : START + 1], TOKENS[1, START + 2]]]
         assert same(cache(session), whole(compiled, rows))
+
+
+def test_the_recipes_choose_what_they_say():
+    assert Recipe.load("calm-refeed").tables == {"depth": {"use": "calm", "cache": "refeed"}}
+    refeed, meta = (assemble(Recipe.load(f"calm-{n}")).methods["depth"] for n in ("refeed", "meta"))
+    assert (
+        Invariant.APPEND_ONLY in refeed.breaks and Invariant.LAYERS_BY_CALL not in refeed.provides
+    )
+    assert len(meta.steps()) == 2 and len(refeed.steps()) == 1
+    assert [one.key for one in parts_of(Recipe.load("calm-meta"))] == ["calm"]
+    assert not parts_of(Recipe.load("calm")) and not parts_of(Recipe.load("calm-refeed"))
+
+
+@pytest.mark.parametrize(
+    "other", [("kv.codec", "kivi"), ("kv.select", "quest"), ("draft", "layerskip")]
+)
+def test_what_relies_on_tokens_that_are_written_once_is_refused(other):
+    axis, use = other
+    with pytest.raises(RecipeError, match=use):
+        assemble(Recipe.load({"depth": {"use": "calm", "cache": "refeed"}, axis: {"use": use}}))
 
 
 def test_what_no_caller_may_ask_for(deep):

@@ -1,5 +1,5 @@
 """CALM (arXiv:2207.07061): early exit; a token skips the remaining layers when the model is confident of the
-next token.
+next token. Its skipped layers' cache, where the token runs again with later ones: EE-LLM (arXiv:2312.04916).
 """
 
 from __future__ import annotations
