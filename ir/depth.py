@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from accel.ir.fields import Fields
 
 NESTED, PROPAGATE = CACHES = ("nested", "propagate")
+REFEED = "refeed"
 RUN_LAYERS, RUN_ATTN, RUN_MLP = "run_layers", "run_attn", "run_mlp"
 RUN_ROWS = "run_rows"  # the layers that change a row's stream [B,L]
 ROUTE = "route"  # the scores of each token's layers [B,T,L]
+LAYERS_RAN = "layers_ran"  # how many layers a call ran, of each of its tokens [B,T]
 BRANCHES = {
     RUN_LAYERS: "layer",
     RUN_ATTN: "attn",
@@ -22,8 +24,9 @@ class Depth:
     """Which layers a call may leave out, and does where its caller says nothing.
 
     plan: the layers that decoding runs; with `mlp` those whose attention it runs. cache: "nested", where a layer that
-    was left out lacks those tokens, or "propagate", where it has keys and values of them all the same. threshold: the
-    confidence from which decoding goes no deeper, or with `mlp` leaves out MLPs; none where the graph goes by none.
+    was left out lacks those tokens, "propagate", where it has keys and values of them all the same, or "refeed", where
+    tokens that it lacks run again with later ones: at most `window` of a row, then a call runs all layers. threshold:
+    the confidence from which decoding goes no deeper, or with `mlp` leaves out MLPs; none where the graph goes by none.
     mlp: the layers whose MLP decoding runs; none where a layer is left out as a whole. until: of each layer, how many
     tokens after a prompt it runs for although the plan leaves it out; none where no layer does. dense: how many tokens
     after a prompt go by no threshold. routed: whether each token goes by the threshold for itself, those of a prompt,
@@ -39,6 +42,7 @@ class Depth:
     dense: int = 0
     routed: bool = False
     by_prompt: float | None = None
+    window: int = 0
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -81,5 +85,9 @@ class Depth:
             raise f.wrong(
                 "until", list(self.until), f"{len(self.plan)} counts of tokens, one per layer"
             )
-        if self.cache not in CACHES:
-            raise f.wrong("cache", self.cache, f"one of {', '.join(CACHES)}")
+        if self.cache not in (*CACHES, REFEED):
+            raise f.wrong("cache", self.cache, f"one of {', '.join((*CACHES, REFEED))}")
+        if (self.cache == REFEED) != (self.window > 0):
+            raise f.wrong(
+                "window", self.window, "a count above 0 where the cache is refeed, else 0"
+            )

@@ -28,6 +28,11 @@ class Part:
         return "rate" not in self.settings
 
     @property
+    def only(self) -> dict[str, str]:
+        """The options with which alone its method needs it."""
+        return {n: self.settings[n] for n in ("by",) if n in self.settings}
+
+    @property
     def verb(self) -> tuple[str, str]:
         """What is done, and was done."""
         return ("measure", "measured") if self.measured else ("train", "trained")

@@ -96,12 +96,12 @@ class Stream:
         (out,) = region.graph.find_nodes(op="output")
         return self.inside(index, x, [out.args[0][0]], known)[0]
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[n,T,V], of the stream [n,T,E] behind the last layer."""
-        known = {**self._values, self._end: x}
-        found: list[Tensor] = evaluate(
-            [self._logits], self.params, self._inputs, known, self._value_of
-        )
+    def logits(self, x: Tensor, columns: Tensor | None = None) -> Tensor:
+        """[n,N,V], of the stream [n,T,E] behind the last layer, at columns [N]; none: at all, [n,T,V]."""
+        known, inputs = {**self._values, self._end: x}, self._inputs
+        if columns is not None:
+            inputs = {**inputs, "rows": columns.expand(len(x), -1)}
+        found: list[Tensor] = evaluate([self._logits], self.params, inputs, known, self._value_of)
         return found[0]
 
     def losses(self, x: Tensor) -> Tensor:

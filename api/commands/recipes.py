@@ -75,8 +75,10 @@ def parts_of(recipe: Recipe) -> list[Part]:
     """The parts that must be measured or trained for a recipe's methods."""
     from accel.ir.parts import parts
 
-    used = {table["use"] for table in recipe.tables.values()}
-    return [one for key, one in parts().items() if key in used]
+    used = {table["use"]: table for table in recipe.tables.values()}
+    return [
+        one for key, one in parts().items() if key in used and one.only.items() <= used[key].items()
+    ]
 
 
 def _one(recipe: Recipe, as_json: bool) -> None:

@@ -102,7 +102,7 @@ class Learns(Trained, Base, ABC):
 
     def steps(self) -> Sequence[Pass]:
         """See Rewriting. The part is read before weights are stored otherwise, by which the model is known."""
-        return [Reads(self), self]
+        return [Reads(self, self), self]
 
     def sites(self, program: Program, calls: Sequence[fx.Node]) -> list[list[Branch]]:
         """Of each layer the branches with a router, in the order that they run. Raises PassError."""
@@ -139,7 +139,8 @@ class Reads(Pass):
     were stored otherwise.
     """
 
-    of: Learns
+    of: Rewriting
+    part: Trained
     after = (Head,)
     flat = True
     stage = -1
@@ -154,10 +155,10 @@ class Reads(Pass):
         keys = {layer: appended(node) for layer, node in attentions(program).items()}
         if len(keys) != len(program.facts.layers):
             raise PassError(
-                f"{self.of.use}: {len(keys)} of {len(program.facts.layers)} layers have a cache of their own, by "
-                f"which a trained part is known; build without {self.of.use}"
+                f"{self.part.key}: {len(keys)} of {len(program.facts.layers)} layers have a cache of their own, by "
+                f"which a trained part is known; build without {self.part.key}"
             )
-        program.parts[self.of.key] = self.of.tensors(program, keys)
+        program.parts[self.part.key] = self.part.tensors(program, keys)
         return Report(changed=len(keys))
 
 

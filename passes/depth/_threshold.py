@@ -20,14 +20,19 @@ AT_ONCE = 512  # tokens whose logits are in memory
 STEPS = 200  # thresholds that are tried
 
 Confidence = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # of logits, and the stream after and before an exit
+    [Tensor, Tensor, Tensor, int], Tensor
+]  # of logits, the stream after and before the layer of an exit, and the layer
 
 
 def gap(logits: Tensor) -> Tensor:
     """How far the probabilities of the two likeliest tokens [...,V] are apart, [...]."""
     best = logits.float().softmax(-1).topk(2).values
     return best[..., 0] - best[..., 1]
+
+
+def most(logits: Tensor) -> Tensor:
+    """The probability of the likeliest token [...,V], [...]."""
+    return logits.float().softmax(-1).amax(-1)
 
 
 def likeness(after: Tensor, before: Tensor) -> Tensor:
@@ -42,7 +47,7 @@ def near_one() -> list[float]:
 
 
 def even() -> list[float]:
-    """Differences of probabilities to try, from the surest on, in equal steps."""
+    """Probabilities, or differences of them, to try, from the surest on, in equal steps."""
     return [1 - i / STEPS for i in range(1, STEPS)]
 
 
@@ -64,16 +69,18 @@ def observed(
     with torch.no_grad():
         for rows in sample(program):
             stream = Stream(program, calls, rows)
-            x, found = stream.start, []
+            x, found, likeliest = stream.start, [], []
             for index in range(len(calls)):
                 before, x = x, stream.layer(index, x)
                 if index in exits or index == len(calls) - 1:
                     logits = stream.logits(x)
-                    found.append((confidence(logits, x, before), logits.argmax(-1)))
+                    likeliest.append(logits.argmax(-1))
+                if index in exits:
+                    found.append(confidence(logits, x, before, index))
             picked = slice(min(APART, rows.shape[1]) - 1, None, APART)
-            last = found.pop()[1]
-            sure.append(torch.stack([s[:, picked].flatten() for s, _ in found]))
-            same.append(torch.stack([(token == last)[:, picked].flatten() for _, token in found]))
+            last = likeliest.pop()
+            sure.append(torch.stack([s[:, picked].flatten() for s in found]))
+            same.append(torch.stack([(token == last)[:, picked].flatten() for token in likeliest]))
     return torch.cat(sure, 1), torch.cat(same, 1)
 
 

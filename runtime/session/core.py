@@ -448,9 +448,11 @@ class SessionCore:
         real: int,
         tree: Bools | None = None,
         watchers: tuple[CallWatcher, ...] | None = None,
+        again: Bools | None = None,
     ) -> Logits:
         """One graph call, after making room for every slot that it writes, padding included; a flat one where that
-        pays. `watchers` (None: all) hear of its tokens; of those of a `tree` all do when a path of it is kept.
+        pays. `watchers` (None: all) hear of its tokens, but for those that run `again` [B,T]; of those of a `tree` all
+        do when a path of it is kept.
         """
         backend, width = self.backend, rows.shape[1]
         giver = self._giver
@@ -474,6 +476,10 @@ class SessionCore:
             logits, extra = out.logits, out.extra
         if tree is not None:
             self.tree_extra = extra
+        if again is not None:
+            positions = np.where(
+                np.pad(again, ((0, 0), (0, positions.shape[1] - again.shape[1]))), -1, positions
+            )
         for one in listeners:
             one.after(tokens, positions, extra)
         self.count(1, real, start)

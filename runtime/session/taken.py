@@ -21,6 +21,7 @@ def take(core: SessionCore, source: SessionCore, lengths: Ints) -> bool:
     there = {value.name: value.to_json() for value in source.origin.state}
     if not all(_plain(value) and there.get(value.name) == value.to_json() for value in state):
         return False
+    source.catch_up()
     found: Arrays = {}
     buffers, most = source.backend.buffers(), int(lengths.max())
     for value in state:

@@ -1,6 +1,6 @@
 """What leaving out layers token by token gives: agreement, layers and tokens per second beside the whole model's.
 
-    python tools/bench/bench_plans.py MODEL [--tokens 128] [--prompts 2] [--threads 1] [--keep FOLDER]
+    python tools/bench/bench_plans.py MODEL [--tokens 128] [--prompts 2] [--threads 1] [--only calm] [--keep FOLDER]
 
 The whole model continues prompts of 64 tokens of prose and of code greedily. Each method goes over the same text token
 by token, in turns with the whole model in one process; a token agrees where its likeliest next one is the whole
@@ -34,6 +34,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "calm, softmax, agreement 0.9": {"use": "calm", "agreement": 0.9},
     "calm, state": {"use": "calm", "by": "state"},
     "calm, state, agreement 0.9": {"use": "calm", "by": "state", "agreement": 0.9},
+    "calm, softmax, agreement 0.9, refeed": {"use": "calm", "agreement": 0.9, "cache": "refeed"},
+    "calm, max, agreement 0.9": {"use": "calm", "by": "max", "agreement": 0.9},
+    "calm, meta, agreement 0.9": {"use": "calm", "by": "meta", "agreement": 0.9},
+    "calm, meta, agreement 0.9, refeed": {
+        "use": "calm",
+        "by": "meta",
+        "agreement": 0.9,
+        "cache": "refeed",
+    },
     "skipdecode": {"use": "skipdecode"},
     "skipdecode, 3/4 at last": {"use": "skipdecode"},
     "ffn-skip": {"use": "ffn-skip"},
@@ -47,6 +56,8 @@ def main(
     prompts: Annotated[int, typer.Option(help="of each kind of text")] = 2,
     threads: int = 1,
     kernels: str = "native",
+    only: Annotated[str, typer.Option(help="methods whose names begin so, or all")] = "",
+    part: Annotated[str, typer.Option(help="the trained part of calm by meta")] = "",
     keep: Annotated[Path | None, typer.Option(help="builds are kept here, and taken from")] = None,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +80,11 @@ def main(
         answers = [whole.generate(p, tokens, eos=[]).tokens[0] for p in asked]
         print(f"| method | layers or MLPs of {count} | agree | times as fast |\n|---|---|---|---|")
         for name, options in METHODS.items():
+            if not name.startswith(only):
+                continue
             method = dict(options)
+            if method.get("by") == "meta":
+                method["trained"] = part
             if method["use"] == "skipdecode":
                 method |= {"min_layers": count * (3 if "3/4" in name else 2) // 4, "length": tokens}
             compiled = opened(name, method)

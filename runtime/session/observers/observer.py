@@ -13,7 +13,7 @@ from accel.ir.facts import Facts
 from accel.ir.state import StateValue
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Arrays, Call, Embeds, Logits
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.rows import copies, joined, numbers_of, restored, selected
 
 
@@ -135,8 +135,19 @@ class Calls(Protocol):
     def fork(self) -> Any:
         """A `SessionCore` of its own that holds the same tokens."""
 
-    def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int) -> Logits:
-        """One graph call, of which `real` tokens are no padding; all observers hear of it."""
+    def step(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        slots: Ints,
+        rows: Ints,
+        real: int,
+        *,
+        again: Bools | None = None,
+    ) -> Logits:
+        """One graph call, of which `real` tokens are no padding; all observers hear of those that do not run `again`
+        [B,T].
+        """
 
     def part(self, entry: str, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
         """One call of an entry that takes what a step takes and gives no logits; all observers hear of it."""

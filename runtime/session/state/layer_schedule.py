@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.depth import NESTED, ROUTE, RUN_ATTN, RUN_LAYERS, RUN_MLP, Depth
+from accel.ir.depth import NESTED, REFEED, ROUTE, RUN_ATTN, RUN_LAYERS, RUN_MLP, Depth
 from accel.ir.errors import InputError, shown
 from accel.runtime.backends.layer_inputs import NEVER, Controls, whole
 from accel.runtime.backends.protocol import BackendSession
@@ -86,9 +86,11 @@ class LayerSchedule(SessionObserver, CallWatcher):
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
-        """Where a depth method was built in."""
+        """Where a depth method was built in whose tokens do not run again (`PendingTokens`)."""
         depth = model.facts.depth
-        return None if depth is None else ObserverFactory(lambda batch: cls(depth, batch))
+        if depth is None or depth.cache == REFEED:
+            return None
+        return ObserverFactory(lambda batch: cls(depth, batch))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -104,6 +106,10 @@ class LayerSchedule(SessionObserver, CallWatcher):
         sent = self.plan_of(call)
         self._before, self._decoding = call.before, self._decodes(call)
         self._asks = ~self._after_prompts(call)
+        self._send(backend, sent)
+
+    def _send(self, backend: BackendSession, sent: Controls) -> None:
+        """Where it is news."""
         if sent is not self._sent:
             backend.control(sent.arrays(self.depth))
             self._sent = sent

@@ -11,38 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from accel.compiler.over_state import keys_of, shared
-from accel.compiler.pipeline import pipeline
+from accel.compiler.train.layered import Layered
 from accel.compiler.train.run import Run
 from accel.ir.program import Program
-from accel.passes import run
-from accel.passes.depth._joint import layers
 from accel.passes.depth._routed import Branch, Learns, of_target, unit
 from accel.passes.gradients import References
 from accel.passes.stream import Stream
-from accel.passes.trained import Parts, sample
+from accel.passes.trained import Parts
 
 
-class SoftLayers:
-    """A program's step over whole rows, layer by layer, what layers change weighed by routers."""
+class SoftLayers(Layered):
+    """What layers change is weighed by routers."""
 
     def __init__(self, program: Program, method: Learns):
-        self.program, self.method = program.copy(), method
-        keys = keys_of(program)
-        self.names = sample(program, keys)  # by what the model is known again
-        self.heads = {layer: int(node.meta["val"].shape[1]) for layer, node in keys.items()}
-        steps = pipeline(program.facts.encoder is not None)
-        count = shared(steps)
-        run(self.program, steps[count:], done=steps[:count])
-        self.calls = layers(self.program)
+        super().__init__(program, method)
         self.sites = method.sites(self.program, self.calls)
-        self.fixed = {name: self.program.params[name] for name in self.program.params}
 
     def start(self, inner: int, seed: int) -> Parts:
         generator = torch.Generator().manual_seed(seed)
-        (width,) = {int(call.meta["val"][0].shape[-1]) for call in self.calls}
         return {
-            layer: self.method.start(width, heads, inner, generator)
+            layer: self.method.start(self.width, heads, inner, generator)
             for layer, heads in self.heads.items()
         }
 
@@ -50,8 +38,7 @@ class SoftLayers:
         self, tokens: Tensor, parts: Parts | None = None, progress: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """[B,T,V] of tokens [B,T], and the mean of what costs; without parts, the model's own."""
-        stream = Stream(self.program, self.calls, tokens, References().value)
-        stream.params = self.fixed
+        stream = self.stream(tokens, References().value)
         x, costs = stream.start, []
         for index, sites in enumerate(self.sites):
             if parts is None:
@@ -75,6 +62,7 @@ class SoftLayers:
         costs = []
 
         def by(site: Branch, before: Tensor) -> Tensor:
+            found: Tensor
             found, cost = self.method.soft(unit(before), progress, **of_target(part, site.target))
             costs.append(cost)
             return found
