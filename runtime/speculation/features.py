@@ -19,17 +19,19 @@ from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import Follower
 
 Floats = npt.NDArray[np.float32]
+MANY = 256  # calls that are sorted at once, if nobody asks before
 
 
 class Taps(CallWatcher):
     """The outputs of the target for tokens that a head has not read yet, and for the last that it has: of each row from
-    position `first` on, side by side [n,F].
+    position `first` on, side by side [n,F]. What calls said is sorted by rows when somebody asks.
     """
 
     def __init__(self, names: Sequence[str], batch: int):
         self._names = tuple(names)
-        self.first = [0] * batch
+        self._first = [0] * batch
         self._rows: list[Floats] = [np.zeros((0, 0), np.float32) for _ in range(batch)]
+        self._said = list[tuple[Ints, Floats]]()  # positions [B,T] and outputs [B,T,F] of calls
 
     def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """See CallWatcher."""
@@ -37,48 +39,57 @@ class Taps(CallWatcher):
 
     def after(self, tokens: Ints, positions: Ints, extra: Arrays) -> None:
         """See CallWatcher."""
-        if not extra:
-            return
-        values = np.concatenate([extra[name] for name in self._names], axis=2)
-        for row, where in enumerate(positions):
-            real = np.flatnonzero(where >= 0)
-            if real.size:
-                self._put(row, int(where[real[0]]), values[row, real])
+        if extra:
+            values = np.concatenate([extra[name] for name in self._names], axis=2)
+            self._said.append((positions.copy(), values))
+            if len(self._said) == MANY:
+                self._sort()
 
-    def _put(self, row: int, start: int, values: Floats) -> None:
-        """Values of tokens from a position on; what was known from there on is others' now."""
-        held = self._rows[row]
-        if not held.size or start < self.first[row] or start > self.first[row] + len(held):
-            self.first[row], self._rows[row] = start, values
-        else:
-            self._rows[row] = np.concatenate([held[: start - self.first[row]], values])
+    def _sort(self) -> None:
+        """What calls said goes to the rows; what was known from a token on that came again is another's now."""
+        for row in range(len(self._rows)):
+            first, parts = self._first[row], [self._rows[row]]
+            size = len(parts[0])
+            for positions, values in self._said:
+                real = np.flatnonzero(positions[row] >= 0)
+                if not real.size:
+                    continue
+                start = int(positions[row, real[0]])
+                if not size or start < first or start > first + size:
+                    first, parts, size = start, [], 0
+                elif start < first + size:
+                    parts = [np.concatenate(parts)[: start - first]]
+                parts.append(values[row, real])
+                size = start - first + real.size
+            self._first[row], self._rows[row] = first, np.concatenate(parts) if size else parts[0]
+        self._said.clear()
 
     def of(self, row: int, start: int, stop: int) -> Floats:
-        """Those of positions `start` .. `stop` - 1 [n,F]. Raises InputError where the target never ran one of them in
-        this session.
+        """Those of positions `start` .. `stop` - 1 [n,F]; what is before the last of them is forgotten. Raises
+        InputError where the target never ran one of them in this session.
         """
-        first = self.first[row]
+        self._sort()
+        first = self._first[row]
         found = self._rows[row][max(0, start - first) : stop - first]
         if start < first or len(found) < stop - start:
             raise InputError(
                 f"the head reads what the target computes for each token, and row {row} holds tokens from {start} on "
                 "that this session did not run; decode in a session that ran the whole prompt"
             )
+        self._first[row], self._rows[row] = stop - 1, self._rows[row][stop - 1 - first :].copy()
         return found
-
-    def forget(self, row: int, start: int) -> None:
-        """Nobody asks for what is before a position any more."""
-        if (gone := start - self.first[row]) > 0:
-            self.first[row], self._rows[row] = start, self._rows[row][gone:].copy()
 
     def join(self, other: Taps) -> None:
         """Its rows go on behind these."""
-        self.first += other.first
+        for one in (self, other):
+            one._sort()
+        self._first += other._first
         self._rows += other._rows
 
     def leave(self, order: Ints) -> None:
         """Row i goes on as row order[i]."""
-        self.first = [self.first[i] for i in order]
+        self._sort()
+        self._first = [self._first[i] for i in order]
         self._rows = [self._rows[i] for i in order]
 
 
@@ -171,7 +182,6 @@ class FeatureFollower(Follower):
     def _fused(self, row: int, start: int, stop: int) -> Floats:
         """The features of tokens of the target [n,W]."""
         taps = self._taps.of(row, start, stop)
-        self._taps.forget(row, stop - 1)
         found: Floats = self._session.entry(FUSE, {TAPS: taps[None]})[FEATURES][0]
         return found
 
