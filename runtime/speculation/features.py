@@ -172,6 +172,8 @@ class FeatureFollower(Follower):
         """The features of tokens of the target [n,W]."""
         taps = self._taps.of(row, start, stop)
         self._taps.forget(row, stop - 1)
+        if not self._head.fused:
+            return taps
         found: Floats = self._session.entry(FUSE, {TAPS: taps[None]})[FEATURES][0]
         return found
 
