@@ -189,7 +189,12 @@ def _mtp_names(layers, count, own):
     target's.
     """
     found = {}
-    top = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+    top = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "post_norm": "norm",
+    }
     for name, tensor in layers.layers[0].state_dict().items():
         first, _, rest = name.partition(".")
         if own:
@@ -227,7 +232,9 @@ def mtp_chain(module, layers, tokens, count, states="last_hidden_state", shift=0
     drafted = []
     while True:
         e = layers.embed_tokens(ids[:, 1:])
-        positions = torch.arange(1, h.shape[1] + 1)[None]  # of the tokens, as transformers counts them
+        positions = torch.arange(1, h.shape[1] + 1)[
+            None
+        ]  # of the tokens, as transformers counts them
         turns = layers.rotary_emb(e, positions)
         seen = torch.ones(h.shape[1], h.shape[1]).tril().bool()[None, None]
         y = layers.layers[0](e, h, turns, seen, positions, None)

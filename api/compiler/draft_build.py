@@ -149,8 +149,8 @@ def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build 
 
 
 def at_home(plan: Plan, source: Source | None) -> Plan:
-    """The plan, with the target's directory as that of a head which lies within it. Raises RecipeError where the target
-    has none.
+    """The plan, with the target's directory as that of a head which lies within it. Raises RecipeError where it has
+    none.
     """
     draft = plan.methods.get("draft")
     if draft is None or not draft.within or draft.path:
@@ -158,8 +158,8 @@ def at_home(plan: Plan, source: Source | None) -> Plan:
     if not isinstance(source, Folder):
         what = "is no directory" if source is None else f"is {source.path}, of which none is read"
         raise RecipeError(
-            f"recipe '{plan.recipe.name}': draft = {draft.use} takes its head from the directory of the model, and this "
-            f"one {what}; set `path` to the Hugging Face directory of the model"
+            f"recipe '{plan.recipe.name}': draft = {draft.use} takes its head from the directory of the model, and "
+            f"this one {what}; set `path` to the Hugging Face directory of the model"
         )
     table = {**plan.recipe.tables["draft"], "path": str(source.path)}
     return assemble(replace(plan.recipe, tables={**plan.recipe.tables, "draft": table}))

@@ -1,5 +1,5 @@
-"""Next-token layers (multi-token prediction, arXiv:2412.19437): a layer that was trained with the target, and lies in its
-checkpoint, drafts by the target's last hidden state.
+"""Next-token layers (multi-token prediction, arXiv:2412.19437): a layer that was trained with the target, and lies in
+its checkpoint, drafts by the target's last hidden state.
 """
 
 from __future__ import annotations

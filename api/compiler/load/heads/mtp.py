@@ -25,7 +25,6 @@ _PREFIX = "mtp."  # of layers with numbers of their own; others go on behind the
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _OF_TARGET = re.compile(r"(?:shared_head\.head|embed_tokens)\.weight$")
 _EMBEDDING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embed_tokens\.weight$")
-_ROTARY = "rotary_emb"
 _FULL = "full_attention"
 _TYPES = {"layer_types": _FULL, "mlp_layer_types": "sparse"}
 
@@ -62,8 +61,8 @@ def _check(path: Path, config: Config) -> None:
     told = next((k for k in COUNTS if _text(config).get(k) is not None), None)
     if told is not None and _text(config)[told] == 0:
         raise CaptureError(
-            f"{path}: config.json says {told} = 0, so the model has no next-token layers; leave draft = mtp out, or set "
-            "`path` to a directory of the model that has them"
+            f"{path}: config.json says {told} = 0, so the model has no next-token layers; leave draft = mtp out, or "
+            "set `path` to a directory of the model that has them"
         )
     if told is not None:
         number(path, _text(config), told)
@@ -77,8 +76,8 @@ def _check(path: Path, config: Config) -> None:
         )
     if _text(config).get("mtp_use_dedicated_embeddings"):
         raise CaptureError(
-            f"{path}: config.json says mtp_use_dedicated_embeddings, and accel gives next-token layers the embedding of "
-            "the target; use another drafter"
+            f"{path}: config.json says mtp_use_dedicated_embeddings, and accel gives next-token layers the embedding "
+            "of the target; use another drafter"
         )
 
 
@@ -156,35 +155,44 @@ def _filled(path: Path, config: Config, stored: Mapping[str, Stored]) -> Any:
 
 def _target(path: Path, config: Config) -> Any:
     """A model of no weights whose only layer is of the kind of the next-token layer. Raises CaptureError."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    kind = str(_text(config).get("model_type"))
+    kind = shown(str(_text(config).get("model_type")))
     try:
-        text = deepcopy(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config())
-        text.num_mtp_layers = 1
-        for name, usual in _TYPES.items():
-            if getattr(text, name, None) is not None:
-                own = getattr(text, f"mtp_{name}", None) or [usual]
-                setattr(text, f"mtp_{name}", own[:1])
-        layer = text.get_mtp_config()
-        for name in ("layer_types", "mlp_layer_types"):
-            if getattr(text, name, None) is not None:
-                setattr(layer, f"mtp_{name}", getattr(layer, name))
-        with torch.device("meta"):
-            found = AutoModelForCausalLM.from_config(layer)
+        layer = _layer_config(path)
+        types = getattr(layer, "layer_types", None) or [_FULL]
+        if types[0] == _FULL:
+            with torch.device("meta"):
+                found = AutoModelForCausalLM.from_config(layer)
     except Exception as error:  # transformers raises many kinds
         raise CaptureError(
-            f"{path}: transformers has no next-token layer of model_type {shown(kind)}: {type(error).__name__}: {error}"
+            f"{path}: transformers has no next-token layer of model_type {kind}: {type(error).__name__}: {error}"
         ) from error
-    if (getattr(layer, "layer_types", None) or [_FULL])[0] != _FULL:
+    if types[0] != _FULL:
         raise CaptureError(
-            f"{path}: its next-token layer has {layer.layer_types[0]}, and accel reads those of full attention"
+            f"{path}: its next-token layer has {types[0]}, and accel reads those of full attention"
         )
-    if getattr(found.get_decoder(), _ROTARY, None) is None:
+    if getattr(found.get_decoder(), "rotary_emb", None) is None:
         raise CaptureError(
-            f"{path}: model_type {shown(kind)} has no rotary positions, which its next-token layer would share"
+            f"{path}: model_type {kind} has no rotary positions, which its next-token layer would share"
         )
     return found
+
+
+def _layer_config(path: Path) -> Any:
+    """That of one next-token layer, from which transformers can make another such."""
+    from transformers import AutoConfig
+
+    text = deepcopy(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config())
+    text.num_mtp_layers = 1
+    names = [name for name in _TYPES if getattr(text, name, None) is not None]
+    for name in names:
+        own = getattr(text, f"mtp_{name}", None) or [_TYPES[name]]
+        setattr(text, f"mtp_{name}", own[:1])
+    layer = text.get_mtp_config()
+    for name in names:
+        setattr(layer, f"mtp_{name}", getattr(layer, name))
+    return layer
 
 
 def _is_head(config: Config) -> bool:
