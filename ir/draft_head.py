@@ -17,12 +17,14 @@ class DraftHead:
     """Slot t of a head's session holds token t + 1 and the features of token t, and its logits are of token t + 2.
 
     taps: the outputs of the target's step (`accel.ir.taps`) which, side by side, the entry `fuse` makes a token's
-    features of. width: how many features a token has; a call gives them (`embeds`), and a step gives those of the next
-    token behind its logits. embedding: how many numbers of the target's embedding of the token a call gives before
-    them; 0: the head has its own. tap_width: numbers of all taps.
+    features of; they are the features as they are where nothing is `fused`. width: how many features a token has; a
+    call gives them (`embeds`), and a step gives those of the next token behind its logits. embedding: how many numbers
+    of the target's embedding of the token a call gives before them; 0: the head has its own. tap_width: numbers of all
+    taps.
     """
 
     taps: tuple[str, ...]
     width: Positive
     tap_width: Positive
     embedding: int = 0
+    fused: bool = True

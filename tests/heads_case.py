@@ -6,9 +6,18 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.length.fixed import Fixed
+from accel.runtime.speculation.round_cost import unmeasured_cost
+from accel.runtime.tree.chain import Chain
+from accel.runtime.verify.sample_match import SampleMatch
+
+from .draft_case import rows_of
 
 HEADS, GROUPS, EPS, THETA = 4, 2, 1e-5, 10000.0
 
@@ -148,3 +157,117 @@ class Eagle3:
             if len(found) == count:
                 return found
             logits, h, held = self.step(table[[found[-1]]], h[-1:], held)
+
+
+def mtp_folder(module, folder, **config):
+    """A model with a random next-token layer beside its own, as its family publishes one, and transformers' module of
+    that layer.
+    """
+    from transformers.modeling_layers import MtpModel
+
+    text = module.config.get_text_config()
+    text.num_mtp_layers = 1
+    for name, usual in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if getattr(text, name, None) is not None:
+            setattr(text, f"mtp_{name}", [usual])
+    layers, g = MtpModel(module, 1).eval(), torch.Generator().manual_seed(0)
+    for name, tensor in layers.layers.state_dict().items():
+        size = 0.1 if tensor.dim() == 1 else 1.6 / tensor.shape[-1] ** 0.5
+        tensor.copy_(size * torch.randn(tensor.shape, generator=g) + float("norm" in name) / 2)
+    module.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= _mtp_names(layers, text.num_hidden_layers, "qwen" in text.model_type)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    file = folder / "config.json"
+    told = {n: v for n, v in json.loads(file.read_text()).items() if "mtp" not in n}
+    file.write_text(json.dumps({**told, **config}))
+    return layers
+
+
+def _mtp_names(layers, count, own):
+    """The tensors by published names, experts one by one. own: with numbers of their own, as of Qwen, else behind the
+    target's.
+    """
+    found = {}
+    top = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "post_norm": "norm",
+    }
+    for name, tensor in layers.layers[0].state_dict().items():
+        first, _, rest = name.partition(".")
+        if own:
+            place = f"mtp.{top[first]}." if first in top else "mtp.layers.0."
+        else:
+            first = {"post_norm": "shared_head.norm", "mtp_block": ""}.get(first, first)
+            place = f"model.layers.{count}.{first}." if first else f"model.layers.{count}."
+        if "experts." not in rest or "shared" in rest:
+            found[place + rest] = tensor
+            continue
+        stem, _, kind = rest.rpartition(".")
+        for i, expert in enumerate(tensor):
+            parts = {"down_proj": expert}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            found |= {f"{place}{stem}.{i}.{part}.weight": t for part, t in parts.items()}
+    return found
+
+
+@torch.no_grad()
+def mtp_chain(module, layers, tokens, count, states="last_hidden_state", shift=0):
+    """What transformers' module drafts behind tokens [n], each from its own output for the one before. states: of the
+    target. shift: slots by which they are off.
+    """
+    ids = torch.tensor([tokens])
+    ran = module.get_decoder()(ids[:, :-1], output_hidden_states=True)
+    h = ran.last_hidden_state
+    if states == "stream":
+        norm, found = module.get_decoder().norm, []
+        hook = norm.register_forward_pre_hook(lambda _, x: found.append(x[0]))
+        module.get_decoder()(ids[:, :-1])
+        hook.remove()
+        (h,) = found
+    h = h.roll(shift, 1)
+    drafted = []
+    while True:
+        e = layers.embed_tokens(ids[:, 1:])
+        positions = torch.arange(1, h.shape[1] + 1)[
+            None
+        ]  # of the tokens, as transformers counts them
+        turns = layers.rotary_emb(e, positions)
+        seen = torch.ones(h.shape[1], h.shape[1]).tril().bool()[None, None]
+        y = layers.layers[0](e, h, turns, seen, positions, None)
+        drafted.append(int(layers.shared_head(y[0, -1]).argmax()))
+        if len(drafted) == count:
+            return drafted
+        ids = torch.cat([ids, torch.tensor([drafted[-1:]])], 1)
+        h = torch.cat([h, y[:, -1:]], 1)
+
+
+def drafts(model, texts, count, rounds):
+    """What rows draft behind growing beginnings of texts, a session that runs them, drafts between."""
+    method = model.decoding()[1].methods["draft"]
+    rows, found = rows_of([text[: rounds[0] - 1] for text in texts]), []
+    methods = {"tree": Chain(), "verify": SampleMatch(), "length": Fixed(count)}
+    with model.session(len(texts)) as session:
+        drafters = method.open(session, rows, DecodeContext(methods, None, model))
+        session.prompt(np.array([row.prompt for row in rows]))
+        done = rounds[0] - 1
+        for size in rounds:
+            if size - 1 > done:
+                session.run(np.array([text[done : size - 1] for text in texts]))
+            for row, text in zip(rows, texts, strict=True):
+                for token in text[row.seen.size : size]:
+                    row.accept(token, None)
+            done = size - 1
+            paces = Fixed(count).open(rows, unmeasured_cost)
+            trees = drafters.draft(dict.fromkeys(range(len(texts)), count), paces)
+            found.append([trees[i].tokens.tolist() for i in range(len(texts))])
+        drafters.close()
+    return found
+
+
+def texts_of(count):
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, 100, count).tolist() for _ in range(2)]

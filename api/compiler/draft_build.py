@@ -13,7 +13,7 @@ from pathlib import Path
 from accel.compiler.assemble import Plan, assemble
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.load.heads._folder import HeadFolder, head_at
-from accel.compiler.load.source import Source, open_source
+from accel.compiler.load.source import Folder, Source, open_source
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
@@ -111,9 +111,9 @@ def check_draft(plan: Plan, target: Facts, tokenizer: Tokenizer | None) -> None:
     path: Path | None = None if draft is None else draft.draft_folder()
     if path is None:
         return
-    source = _source(path, target)
+    source = _source(plan, path, target)
     if not (path / MANIFEST).is_file():
-        _check_kind(plan, isinstance(source, HeadFolder), path)
+        _check_kind(plan, source.format.method if isinstance(source, HeadFolder) else None, path)
     if isinstance(source, HeadFolder):
         _check_head(source, target)
     if (path / MANIFEST).is_file():
@@ -146,6 +146,23 @@ def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build 
     if not (path / MANIFEST).is_file():
         assemble(_recipe(plan))
     return partial(_build, plan, compile_model, path, options)
+
+
+def at_home(plan: Plan, source: Source | None) -> Plan:
+    """The plan, with the target's directory as that of a head which lies within it. Raises RecipeError where it has
+    none.
+    """
+    draft = plan.methods.get("draft")
+    if draft is None or not draft.within or draft.path:
+        return plan
+    if not isinstance(source, Folder):
+        what = "is no directory" if source is None else f"is {source.path}, of which none is read"
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': draft = {draft.use} takes its head from the directory of the model, and "
+            f"this one {what}; set `path` to the Hugging Face directory of the model"
+        )
+    table = {**plan.recipe.tables["draft"], "path": str(source.path)}
+    return assemble(replace(plan.recipe, tables={**plan.recipe.tables, "draft": table}))
 
 
 def _recipe(plan: Plan) -> Recipe:
@@ -197,7 +214,7 @@ def _build(
             merge_adapter=None,
             adapters={},
         )
-        source = _source(path, target)
+        source = _source(plan, path, target)
         model = compile_model(source, _recipe(plan), own, folder)
         try:
             _check(plan, source, target, tokenizer, model.facts)
@@ -210,9 +227,11 @@ def _build(
     return model
 
 
-def _source(path: Path, target: Facts) -> Source:
+def _source(plan: Plan, path: Path, target: Facts) -> Source:
     """What lies there: a head of the target, or a model."""
-    return head_at(path, target.num_layers) or open_source(path)
+    use = plan.recipe.tables["draft"]["use"]
+    head = None if (path / MANIFEST).is_file() else head_at(path, target.num_layers, use)
+    return head or open_source(path)
 
 
 def check_rewind(model: CompiledModel, plan: Plan) -> None:
@@ -226,7 +245,8 @@ def _check(
     """Raise RecipeError where a model cannot draft for the target, with both sides."""
     path = source.path
     use, fills = plan.recipe.tables["draft"]["use"], plan.methods["draft"].fills
-    _check_kind(plan, facts.draft_head is not None, path)
+    head = facts.draft_head
+    _check_kind(plan, None if head is None else "eagle3" if head.fused else "mtp", path)
     if fills and facts.diffusion is None:
         raise RecipeError(
             f"draft.{use}: {path} decodes token by token; give a masked-diffusion model (mask_token_id in its "
@@ -253,23 +273,27 @@ def _check(
             )
 
 
-def _check_kind(plan: Plan, is_head: bool, path: Path) -> None:
-    """Raise RecipeError where a drafter takes a head and is given a model, or the other way round."""
+def _check_kind(plan: Plan, head: str | None, path: Path) -> None:
+    """Raise RecipeError where a drafter takes a head and is given a model, or another's head, or the other way round.
+    head: the drafter that takes what is there; None: it is a model.
+    """
     use, wants = plan.recipe.tables["draft"]["use"], plan.methods["draft"].head
-    if wants and not is_head:
+    if wants and head is None:
         raise RecipeError(
             f"draft.{use}: {path} holds a model, not a head; set `path` to the folder of a head, or use draft = "
             "model"
         )
-    if is_head and not wants:
+    if head is not None and (head != use or not wants):
         raise RecipeError(
-            f"draft.{use}: {path} holds a head, which drafts by what the model computes; use draft = eagle3 for it, or "
-            "give a model"
+            f"draft.{use}: {path} holds a head, which drafts by what the model computes; use draft = {head} for it, or "
+            f"give {'another head' if wants else 'a model'}"
         )
 
 
 def _check_head(source: HeadFolder, target: Facts) -> None:
-    """Raise RecipeError where a head was made for states of another width."""
+    """Raise RecipeError where a head was made for states of another width, CaptureError where a folder has none."""
+    if source.format.check is not None:
+        source.format.check(source.path, source.json)
     wide, config = source.format.target_width(source.json), target.config
     inner = config.get("text_config", config)
     width = inner.get("hidden_size", inner.get("n_embd", wide))

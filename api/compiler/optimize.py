@@ -12,8 +12,8 @@ from torch import Tensor
 from accel.compiler.artifact_build import write_artifact
 from accel.compiler.assemble import assemble, check_target, fit
 from accel.compiler.build_options import BuildOptions
+from accel.compiler.draft_build import at_home, check_draft, own_plan
 from accel.compiler.draft_build import builder as draft_builder
-from accel.compiler.draft_build import check_draft, own_plan
 from accel.compiler.in_process import in_process_model
 from accel.compiler.job import Job, Progress
 from accel.compiler.load.heads._folder import head_at
@@ -105,7 +105,8 @@ def optimize(
         pooling: give vectors for texts: the "mean" of the tokens', the first ("cls") or the "last" one, of length 1;
             `model` has no head then. Default: as a directory's files of sentence-transformers say, if it has any.
         draft: what drafts for the model: the folder of a published head (EAGLE-3, in its authors' layout or that of
-            speculators), or a smaller model: a directory, a GGUF file or an artifact.
+            speculators), or a smaller model: a directory, a GGUF file or an artifact. Next-token layers in the model's
+            own directory need none: the recipe `mtp`.
 
     Returns:
         The compiled model. Close it, or use it in a `with` statement.
@@ -148,6 +149,8 @@ def build(
         if (head := head_at(folder)) is not None:
             head.config()
         source = open_source(folder)
+    job.plan = at_home(job.plan, source)
+    job.build_draft = draft_builder(job.plan, build, options)
     how = None if source is None or options.pooling is not None else source.sentence_recipe
     embedding = how.embedding if how is not None else None
     if options.pooling is not None:

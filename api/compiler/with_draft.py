@@ -18,7 +18,8 @@ def with_draft(recipe: Any, path: str | Path) -> Recipe:
     where the recipe drafts in another way.
     """
     found = Recipe.load(recipe)
-    head = head_at(Path(path).expanduser())
+    named = found.tables.get("draft", {}).get("use", "")
+    head = head_at(Path(path).expanduser(), method=named)
     use = _MODEL if head is None else head.format.method
     table = found.tables.get("draft", {"use": use})
     if table["use"] != use:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.draft_head import FUSE as NAME
@@ -11,8 +12,15 @@ from accel.ir.entries import EntryKind
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from accel.ir.facts import Facts
+
 
 class _Fuse(EntryKind):
+    def names(self, facts: Facts) -> Sequence[str]:
+        """None where outputs are features as they are."""
+        head = facts.draft_head
+        return [] if head is None or not head.fused else [self.name]
+
     def example(self, program: Any, name: str) -> dict[str, Tensor]:
         """Random numbers for some tokens of two rows."""
         import torch

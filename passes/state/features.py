@@ -26,7 +26,7 @@ class Features(Pass):
     the target has of each token (where the head has none of its own) and the features of the one before it. And entries
 
     `embed(tokens [B,T]) -> stream [B,T,E+W]`: numbers that stand in for both.
-    `fuse(taps [B,T,F]) -> features [B,T,W]`: what the target's outputs become.
+    `fuse(taps [B,T,F]) -> features [B,T,W]`: what the target's outputs become, where they are not features as they are.
     """
 
     stage = -1
@@ -35,7 +35,8 @@ class Features(Pass):
         if program.facts.draft_head is None:
             return Report(changed=0)
         head = program.facts.draft_head
-        program.entries[FUSE] = _part(program, 1, TAP_ROWS, FEATURES)
+        if head.fused:
+            program.entries[FUSE] = _part(program, 1, TAP_ROWS, FEATURES)
         program.entries[EMBED.name] = _part(program, 0, None, STREAM)
         step = program.step
         mixed = _mixed(step)

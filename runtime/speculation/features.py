@@ -182,6 +182,8 @@ class FeatureFollower(Follower):
     def _fused(self, row: int, start: int, stop: int) -> Floats:
         """The features of tokens of the target [n,W]."""
         taps = self._taps.of(row, start, stop)
+        if not self._head.fused:
+            return taps
         found: Floats = self._session.entry(FUSE, {TAPS: taps[None]})[FEATURES][0]
         return found
 

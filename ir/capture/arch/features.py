@@ -30,11 +30,13 @@ class StandIns(nn.Module):
         self.tap_rows = nn.Embedding.from_pretrained(taps)
         self.register_buffer("no_mask", torch.zeros(1, 1, dtype=torch.bool), persistent=False)
 
-    def forward(self, tokens: Tensor, fuse: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Tokens [B,T] -> embeddings [B,T,E] and features [B,T,W]."""
+    def forward(
+        self, tokens: Tensor, fuse: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B,T] -> embeddings [B,T,E] and features [B,T,W]; without `fuse`, taps are features."""
         turn = tokens % ROWS
         rows = self.rows(turn)
-        fused = fuse(self.tap_rows(turn))
+        fused = self.tap_rows(turn) if fuse is None else fuse(self.tap_rows(turn))
         if self.embedding:
             fused = torch.cat([rows[..., : self.embedding], fused], dim=-1)
         mixed = given_rows.default(rows, fused, self.no_mask)

@@ -9,19 +9,16 @@ import torch
 
 import accel
 from accel.ir.errors import AccelError, CaptureError, RecipeError
-from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
 from accel.runtime.serve.engine import Engine, Request
-from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
-from accel.runtime.verify.sample_match import SampleMatch
 
 from ...draft_case import plain, rows_of, speculated
-from ...heads_case import Eagle3, eagle3_folder, eagle3_tensors
+from ...heads_case import Eagle3, drafts, eagle3_folder, eagle3_tensors, texts_of
 
 LAYERS, DRAFTED = 8, 40
 PROMPTS = [[5, 9, 3, 11, 7, 30, 2], [2, 8, 60, 41]]
@@ -69,34 +66,6 @@ def taps_of(module, tokens, ids=(2, LAYERS // 2, LAYERS - 3)):
     """What goes into three layers, for all tokens but the last."""
     states = module(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     return [states[k][0] for k in ids]
-
-
-def drafts(model, texts, count, rounds):
-    """What rows draft behind growing beginnings of texts, a session that runs them, drafts between."""
-    method = model.decoding()[1].methods["draft"]
-    rows, found = rows_of([text[: rounds[0] - 1] for text in texts]), []
-    methods = {"tree": Chain(), "verify": SampleMatch(), "length": Fixed(count)}
-    with model.session(len(texts)) as session:
-        drafters = method.open(session, rows, DecodeContext(methods, None, model))
-        session.prompt(np.array([row.prompt for row in rows]))
-        done = rounds[0] - 1
-        for size in rounds:
-            if size - 1 > done:
-                session.run(np.array([text[done : size - 1] for text in texts]))
-            for row, text in zip(rows, texts, strict=True):
-                for token in text[row.seen.size : size]:
-                    row.accept(token, None)
-            done = size - 1
-            paces = Fixed(count).open(rows, unmeasured_cost)
-            trees = drafters.draft(dict.fromkeys(range(len(texts)), count), paces)
-            found.append([trees[i].tokens.tolist() for i in range(len(texts))])
-        drafters.close()
-    return found
-
-
-def texts_of(count):
-    rng = np.random.default_rng(0)
-    return [rng.integers(1, 100, count).tolist() for _ in range(2)]
 
 
 @pytest.mark.few(2)

@@ -6,29 +6,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from accel.compiler.load.checkpoint import Loaded
 from accel.compiler.load.config import read_config
-from accel.compiler.load.heads import Config, HeadFormat, format_of
-from accel.compiler.load.shards import read_shards
+from accel.compiler.load.heads import BIN, Config, HeadFormat, format_of
 from accel.compiler.load.source import Source
 from accel.ir.embedding import Embedding
 from accel.ir.errors import CaptureError
 from accel.runtime.inputs.text import Tokenizer
 
-BIN = "pytorch_model.bin"
-
 
 class HeadFolder(Source):
-    """A head that drafts for a target of `layers` layers."""
+    """A head that drafts for a target of `layers` layers. method: as of `format_of`."""
 
     has_tokenizer, quantised = False, False
 
-    def __init__(self, path: Path, layers: int = 0):
+    def __init__(self, path: Path, layers: int = 0, method: str = ""):
         super().__init__(path)
-        self.layers = layers
+        self.layers, self.method = layers, method
 
     @cached_property
     def json(self) -> Config:
@@ -38,7 +32,7 @@ class HeadFolder(Source):
     @cached_property
     def format(self) -> HeadFormat:
         """Raises CaptureError where it is of no head."""
-        if (found := format_of(self.json)) is None:
+        if (found := format_of(self.json, self.method)) is None:
             raise CaptureError(
                 f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE-3 head, or of "
                 "speculators' format"
@@ -46,22 +40,7 @@ class HeadFolder(Source):
         return found
 
     def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded:
-        with torch.no_grad():
-            module = self.format.module(self.path, self.json, self.tensors(), self.layers)
-        return Loaded(module.float().eval(), {})
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them by name. Raises CaptureError where a file is missing or damaged."""
-        file = self.path / BIN
-        if any(self.path.glob("*.safetensors")) or not file.is_file():
-            return read_shards(self.path).tensors
-        try:
-            found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many kinds
-            raise CaptureError(
-                f"{file} is no file of tensors, or damaged ({type(error).__name__}); fetch it again"
-            ) from error
-        return found
+        return self.format.load(self.path, self.json, self.layers)
 
     def config(self, trust_remote_code: bool = False) -> Any:
         raise CaptureError(
@@ -82,12 +61,12 @@ class HeadFolder(Source):
         return None
 
 
-def head_at(path: Path, layers: int = 0) -> HeadFolder | None:
-    """The head in a folder; None where there is none."""
+def head_at(path: Path, layers: int = 0, method: str = "") -> HeadFolder | None:
+    """The head in a folder; None where there is none. method: as of `format_of`."""
     if not (path / "config.json").is_file():
         return None
-    found = HeadFolder(path, layers)
+    found = HeadFolder(path, layers, method)
     try:
-        return None if format_of(found.json) is None else found
+        return None if format_of(found.json, method) is None else found
     except CaptureError:
         return None

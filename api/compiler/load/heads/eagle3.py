@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.compiler.load.heads import Config, HeadFormat, number
+from accel.compiler.load.checkpoint import Loaded
+from accel.compiler.load.heads import Config, HeadFormat, number, tensors_of
 from accel.ir.capture.arch.eagle3 import Eagle3, Eagle3Config
 from accel.ir.errors import CaptureError, shown
 from accel.runtime.draft._published import eagle3_ids, eagle3_taps
@@ -45,6 +46,12 @@ def _vocabulary(config: Config) -> int:
 def _target_width(config: Config) -> int:
     inner = _layer(config)
     return int(config.get("target_hidden_size") or inner.get("hidden_size", 0))
+
+
+def _load(path: Path, config: Config, layers: int) -> Loaded:
+    with torch.no_grad():
+        module = _module(path, config, tensors_of(path), layers)
+    return Loaded(module.float().eval(), {})
 
 
 def _module(path: Path, config: Config, tensors: Mapping[str, Tensor], layers: int) -> Eagle3:
@@ -153,4 +160,4 @@ def _fill(path: Path, head: Eagle3, tensors: Mapping[str, Tensor]) -> None:
         parameter.data = tensors[name].float()
 
 
-EAGLE3 = HeadFormat("eagle3", _is_head, eagle3_taps, _vocabulary, _target_width, _module)
+EAGLE3 = HeadFormat("eagle3", _is_head, _vocabulary, _target_width, _load)

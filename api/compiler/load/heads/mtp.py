@@ -1,0 +1,202 @@
+"""Next-token layers in the checkpoint of their target (multi-token prediction, arXiv:2412.19437)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.compiler.load.checkpoint import Loaded, stored_tensors
+from accel.compiler.load.config import quantisation
+from accel.compiler.load.heads import Config, HeadFormat, number
+from accel.compiler.load.quantised import dequantised
+from accel.compiler.load.shards import read_shards
+from accel.ir.capture.arch.mtp import Mtp
+from accel.ir.errors import CaptureError, shown
+from accel.ir.weights import Stored, stand_in
+
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+_PREFIX = "mtp."  # of layers with numbers of their own; others go on behind the target's
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_OF_TARGET = re.compile(r"(?:shared_head\.head|embed_tokens)\.weight$")
+_EMBEDDING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embed_tokens\.weight$")
+_FULL = "full_attention"
+_TYPES = {"layer_types": _FULL, "mlp_layer_types": "sparse"}
+
+
+def _text(config: Config) -> Config:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _vocabulary(config: Config) -> int:
+    return int(_text(config).get("vocab_size", 0))
+
+
+def _width(config: Config) -> int:
+    return int(_text(config).get("hidden_size", 0))
+
+
+def _first(config: Config, names: Iterable[str]) -> dict[str, str]:
+    """The tensors of the first layer: checkpoint name -> name with the layer's number as transformers counts it."""
+    count = _text(config).get("num_hidden_layers")
+    found = {}
+    for name in names:
+        layer = _LAYER.search(name)
+        if name.startswith(_PREFIX):
+            if layer is None or int(layer[1]) == 0:
+                found[name] = name
+        elif layer is not None and int(layer[1]) == count:
+            found[name] = name
+    return found
+
+
+def _check(path: Path, config: Config) -> None:
+    """Raises CaptureError where a folder says that it has no such layers, or its files lack them."""
+    told = next((k for k in COUNTS if _text(config).get(k) is not None), None)
+    if told is not None and _text(config)[told] == 0:
+        raise CaptureError(
+            f"{path}: config.json says {told} = 0, so the model has no next-token layers; leave draft = mtp out, or "
+            "set `path` to a directory of the model that has them"
+        )
+    if told is not None:
+        number(path, _text(config), told)
+    if not _first(config, read_shards(path).tensors):
+        says = "names none (num_nextn_predict_layers, mtp_num_hidden_layers)"
+        if told is not None:
+            says = f"says {told} = {_text(config)[told]}"
+        raise CaptureError(
+            f"{path}: its files hold no next-token layer (mtp.*, or layers behind the model's last), and config.json "
+            f"{says}; leave draft = mtp out, or set `path` to a directory of the model that has them"
+        )
+    if _text(config).get("mtp_use_dedicated_embeddings"):
+        raise CaptureError(
+            f"{path}: config.json says mtp_use_dedicated_embeddings, and accel gives next-token layers the embedding "
+            "of the target; use another drafter"
+        )
+
+
+def _load(path: Path, config: Config, layers: int) -> Loaded:
+    """The first layer and the output head. Raises CaptureError."""
+    shards = read_shards(path)
+    stored, told = stored_tensors(shards), quantisation(path, dict(config))
+    if told:
+        stored, _ = dequantised(told, shards.tensors, stored, shards.pages)
+    names = [n for n in _first(config, stored) if not _OF_TARGET.search(n)]
+    model = _filled(path, config, {n: stored[n] for n in names})
+    head = stored.get("lm_head.weight") or next(
+        (one for name, one in stored.items() if _EMBEDDING.match(name)), None
+    )
+    if head is None:
+        raise CaptureError(
+            f"{path} has neither lm_head.weight nor an embedding, by which the layer says its tokens; fetch it again"
+        )
+    width, count = _width(config), _vocabulary(config)
+    if tuple(head.blank.shape) != (count, width):
+        raise CaptureError(
+            f"{path}: the output head has size {list(head.blank.shape)}, and {[count, width]} by its config.json"
+        )
+    weight = nn.Parameter(stand_in(head.blank.shape), requires_grad=False)
+    model.shared_head = nn.Linear(width, count, bias=False, device="meta")
+    model.shared_head.weight = weight
+    return Loaded(Mtp(model).eval(), {weight: head})
+
+
+def _filled(path: Path, config: Config, stored: Mapping[str, Stored]) -> Any:
+    """transformers' module with one layer, and no embedding."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_layers import MtpModel
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    target = _target(path, config)
+    with torch.device("meta"):
+        model = MtpModel(target, 1)
+    target.config.num_hidden_layers = _text(config)["num_hidden_layers"]
+    info, _ = convert_and_load_state_dict_in_model(
+        model=model,
+        state_dict={name: one.read() for name, one in stored.items()},
+        load_config=LoadStateDictConfig(
+            weight_mapping=model.get_weight_conversions(target),
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # and refused here, by name
+        ),
+    )
+    for name, found, wanted in sorted(info.mismatched_keys, key=str):
+        raise CaptureError(
+            f"{path}: of the next-token layer {name} has size {list(found)}, and {list(wanted)} by its config.json"
+        )
+    model.embed_tokens = model.shared_head = None
+    if more := sorted(info.unexpected_keys):
+        raise CaptureError(
+            f"{path}: of its next-token layer {more[0]} ({len(more)} of {len(stored)} tensors) has no place in "
+            f"transformers' {type(model.layers[0].mtp_block).__name__}; accel knows no such layer"
+        )
+    model.rotary_emb = type(model.rotary_emb)(model.config)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_meta:
+            raise CaptureError(
+                f"{path} lacks {name} (transformers' name) of its next-token layer; fetch the whole checkpoint again"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise CaptureError(
+                f"{path}: {name} (transformers' name) of its next-token layer holds numbers that are not finite; fetch "
+                "it again"
+            )
+    model.set_attn_implementation("sdpa")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+def _target(path: Path, config: Config) -> Any:
+    """A model of no weights whose only layer is of the kind of the next-token layer. Raises CaptureError."""
+    from transformers import AutoModelForCausalLM
+
+    kind = shown(str(_text(config).get("model_type")))
+    try:
+        layer = _layer_config(path)
+        types = getattr(layer, "layer_types", None) or [_FULL]
+        if types[0] == _FULL:
+            with torch.device("meta"):
+                found = AutoModelForCausalLM.from_config(layer)
+    except Exception as error:  # transformers raises many kinds
+        raise CaptureError(
+            f"{path}: transformers has no next-token layer of model_type {kind}: {type(error).__name__}: {error}"
+        ) from error
+    if types[0] != _FULL:
+        raise CaptureError(
+            f"{path}: its next-token layer has {types[0]}, and accel reads those of full attention"
+        )
+    if getattr(found.get_decoder(), "rotary_emb", None) is None:
+        raise CaptureError(
+            f"{path}: model_type {kind} has no rotary positions, which its next-token layer would share"
+        )
+    return found
+
+
+def _layer_config(path: Path) -> Any:
+    """That of one next-token layer, from which transformers can make another such."""
+    from transformers import AutoConfig
+
+    text = deepcopy(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config())
+    text.num_mtp_layers = 1
+    names = [name for name in _TYPES if getattr(text, name, None) is not None]
+    for name in names:
+        own = getattr(text, f"mtp_{name}", None) or [_TYPES[name]]
+        setattr(text, f"mtp_{name}", own[:1])
+    layer = text.get_mtp_config()
+    for name in names:
+        setattr(layer, f"mtp_{name}", getattr(layer, name))
+    return layer
+
+
+def _is_head(config: Config) -> bool:
+    return False  # it is a model, which has a head within
+
+
+MTP = HeadFormat("mtp", _is_head, _vocabulary, _width, _load, within=True, check=_check)

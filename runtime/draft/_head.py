@@ -1,0 +1,45 @@
+"""Drafters that are heads of their target: they run over what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.row import Row
+from accel.runtime.draft import Base, Drafters
+from accel.runtime.draft._by_levels import ByLevels
+from accel.runtime.draft.model import LEVEL, TOKEN, Chains
+from accel.runtime.speculation.features import FeatureFollower
+from accel.runtime.speculation.guard import steps_of
+
+
+@dataclass(frozen=True)
+class Head(Base):
+    """A head with an artifact of its own, which gives the logits of a token and the features of the next."""
+
+    embeds = head = True
+    asks = {"tree": "chain"}
+    provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
+    # a token that some layers did not run here leaves no hidden states, and taps are numbered by layer
+    relies = frozenset(
+        {Invariant.EVERY_TOKEN_RUNS, Invariant.ALL_LAYERS_RUN, Invariant.FIXED_LAYERS}
+    )
+
+    def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
+        model = None if context.model is None else context.model.draft_model
+        if model is None or model.facts.draft_head is None:
+            raise InputError(
+                f"{self.full_name}: this model was built without its head; build it again"
+            )
+        branches = context.methods["tree"].branches
+        known, count, draft_cost = context.costs, len(rows), 0.0
+        if known:
+            host = (LEVEL if branches else TOKEN) / known.seconds[0]
+            draft_cost = host + steps_of(model.costs, count, known, count)
+        follower = FeatureFollower(model, session, count, branches, model.facts.draft_head)
+        kind = ByLevels if branches else Chains
+        return kind(follower, rows, context, session.vocab_size, draft_cost)
