@@ -33,8 +33,8 @@ from accel.passes.state.taps import Taps
 from accel.passes.trained import Parts
 from accel.runtime.artifact.atomic import AtomicOutputDir
 from accel.runtime.decode.trained_part import sample
-from accel.runtime.draft import Base
 from accel.runtime.draft._published import CONFIG, eagle3_ids, eagle3_taps
+from accel.runtime.draft.eagle3 import Eagle3 as Eagle3Draft
 
 UNROLLED = 4  # tokens of a draft that it learns
 FADE = 0.8  # what a token of a draft weighs beside the one before it
@@ -114,7 +114,7 @@ class HeadsRun(Run):
     @classmethod
     def takes(cls, method: type[Any]) -> bool:
         """See Kind."""
-        return issubclass(method, Base) and method.head
+        return issubclass(method, Eagle3Draft)
 
     @classmethod
     def lacks(cls, options: TrainOptions) -> str | None:
