@@ -145,6 +145,7 @@ def test_layers_in_few_bits(tmp_path, narrow):
         parts, want = write(tensors.pop(name))
         tensors |= {LAYER + "eh_proj." + part: t.clone() for part, t in parts.items()}
     else:
+        config["dtype"] = "bfloat16"
         tensors = {n: t.bfloat16() for n, t in tensors.items()}
         want = want.bfloat16().float()
     loaded = written(tmp_path, config, tensors).load()
