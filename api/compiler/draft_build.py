@@ -149,8 +149,8 @@ def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build 
 
 
 def at_home(plan: Plan, source: Source | None) -> Plan:
-    """The plan, with the target's directory as that of a head which lies within it. Raises RecipeError where it has
-    none.
+    """The plan, with the target's directory as that of a head which lies within it. Raises RecipeError where it is
+    none, CaptureError where it has none.
     """
     draft = plan.methods.get("draft")
     if draft is None or not draft.within or draft.path:
@@ -161,6 +161,9 @@ def at_home(plan: Plan, source: Source | None) -> Plan:
             f"recipe '{plan.recipe.name}': draft = {draft.use} takes its head from the directory of the model, and "
             f"this one {what}; set `path` to the Hugging Face directory of the model"
         )
+    found = head_at(source.path, method=draft.use)
+    if found is not None and found.format.check is not None:
+        found.format.check(found.path, found.json)
     table = {**plan.recipe.tables["draft"], "path": str(source.path)}
     return assemble(replace(plan.recipe, tables={**plan.recipe.tables, "draft": table}))
 

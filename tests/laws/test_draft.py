@@ -115,7 +115,8 @@ def law_follows(method):
     assert same.falls() < 1e-6 and misled.falls() < 1e-6
 
 
-@pytest.mark.parametrize("name", AXIS.names())
+# what a head reads no table says (`test_eagle3.py`, `test_mtp.py`)
+@pytest.mark.parametrize("name", [n for n in AXIS.names() if not AXIS.method(n).head])
 def test_every_drafter_of_all_rows(name):
     law_open(AXIS.build(name))
 
@@ -123,7 +124,7 @@ def test_every_drafter_of_all_rows(name):
 def runs_a_model(name):
     method = AXIS.build(name)
     runs = bool(method.needs) or method.draft_folder() is not None
-    # who fills masks does not see what it drafts; what a head reads no table says (`test_eagle3.py`)
+    # who fills masks does not see what it drafts; for heads see above
     return runs and not method.fills and not method.head
 
 

@@ -24,6 +24,7 @@ from accel.runtime.tree.eagle_tree import EagleTree
 
 from ...draft_case import plain, rows_of, speculated
 from ...heads_case import drafts, eagle3_folder, eagle3_tensors, mtp_chain, mtp_folder, texts_of
+from ...quantised_case import FORMATS
 
 PROMPTS = [[5, 9, 3, 11, 7, 30, 2], [2, 8, 60, 41]]
 KINDS = {"glm4_moe": 2, "deepseek_v3": 2, "qwen3_5_text": 4, "qwen3_next": 4}
@@ -127,6 +128,28 @@ def test_what_is_shared_and_layers_behind_the_first_are_left(tmp_path, published
     assert stored.read().equal(tensors["lm_head.weight"])
     want, found = layers.layers.state_dict(), loaded.model.layers.layers.state_dict()
     assert want.keys() == found.keys() and all(found[n].equal(want[n]) for n in want)
+
+
+@pytest.mark.parametrize("narrow", ["fp8", "bfloat16"])
+def test_layers_in_few_bits(tmp_path, narrow):
+    """As DeepSeek-V3 is published: fp8 blocks; or half of a float."""
+    layers = mtp_folder(module_of("deepseek_v3"), tmp_path)
+    config, tensors = (
+        json.loads((tmp_path / "config.json").read_text()),
+        load_file(tmp_path / "model.safetensors"),
+    )
+    name, want = LAYER + "eh_proj.weight", layers.layers[0].eh_proj.weight.detach()
+    if narrow == "fp8":
+        form, write, _ = FORMATS["fp8"]
+        config["quantization_config"] = form
+        parts, want = write(tensors.pop(name))
+        tensors |= {LAYER + "eh_proj." + part: t.clone() for part, t in parts.items()}
+    else:
+        config["dtype"] = "bfloat16"
+        tensors = {n: t.bfloat16() for n, t in tensors.items()}
+        want = want.bfloat16().float()
+    loaded = written(tmp_path, config, tensors).load()
+    assert loaded.model.layers.layers[0].eh_proj.weight.equal(want)
 
 
 def test_a_model_of_images_and_a_tied_head(tmp_path):

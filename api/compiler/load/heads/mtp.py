@@ -183,8 +183,9 @@ def _layer_config(path: Path) -> Any:
     """That of one next-token layer, from which transformers can make another such."""
     from transformers import AutoConfig
 
-    text = deepcopy(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config())
-    text.num_mtp_layers = 1
+    whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    text = deepcopy(whole.get_text_config())
+    text.num_mtp_layers, text.dtype = 1, torch.float32
     names = [name for name in _TYPES if getattr(text, name, None) is not None]
     for name in names:
         own = getattr(text, f"mtp_{name}", None) or [_TYPES[name]]
