@@ -26,7 +26,6 @@ STEPS = {
 }  # prepare: swaps forms, and puts them back
 READERS = {  # of one module for `inspect`
     "decoder_checks.refuse_kind", "encoder.encoder_facts", "encoder._vocabulary", "encoder._start", "encoder._speech",
-    "generation.suppressed_of", "generation.note_of",
     "length_limits.limit_of", "length_limits.is_indexer", "length_limits.turns_anew", "length_limits._types",
     "length_limits._rotary_limit", "length_limits._tables", "length_limits._asks", "length_limits.pools",
     "length_limits._choice", "length_limits._of_keys", "length_limits._of_blocks", "length_limits._of_pooled",

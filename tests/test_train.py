@@ -3,6 +3,7 @@
 import os
 import signal
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import models
 import pytest
@@ -49,7 +50,10 @@ def test_each_method_is_of_one_kind():
     assert all(sum(k.takes(m) for k in kind.kinds()) == 1 for _, m in methods.values())
     assert {name: kind.kind_of(methods[name][1]) for name in KINDS} == KINDS
     assert "knorm" not in methods
-    assert set(methods) == set(parts()), "each comes with accel for the bundled model"
+    files = {name for name, (_, m) in methods.items() if not getattr(m, "head", False)}
+    assert files == set(parts()), "each comes with accel for the bundled model"
+    bundled = Path(accel.__file__).parent / "reference"
+    assert (bundled / "eagle3" / "model.safetensors").is_file(), "a head has a folder of its own"
     measured = {n for n, (_, m) in methods.items() if kind.kind_of(m) is table.Measured}
     assert measured == {name for name, one in parts().items() if one.measured}
     of_two = {n for n, (_, m) in methods.items() if "draft" in getattr(m, "models", ())}
