@@ -128,7 +128,7 @@ def test_bad_input(tmp_path):
         ("model", 1, "use draft = gad"),
     ):
         plan = assemble(Recipe(tables={"draft": {"use": use}}))
-        facts = SimpleNamespace(diffusion=masks)
+        facts = SimpleNamespace(diffusion=masks, draft_head=None)
         with pytest.raises(RecipeError, match=rf"draft\.{use}: .*{why}"):
             draft_build._check(plan, Folder(tmp_path), None, None, facts)
 
@@ -138,7 +138,7 @@ def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
     theirs = tmp_path / "tokenizer.json"
     theirs.touch()
     plan = assemble(Recipe(tables={"draft": {"use": "gad"}}))
-    facts = SimpleNamespace(diffusion=1, encoder=None, max_batch=8, vocab_size=9)
+    facts = SimpleNamespace(diffusion=1, encoder=None, max_batch=8, vocab_size=9, draft_head=None)
     target = SimpleNamespace(max_batch=8, vocab_size=9)
     monkeypatch.setattr(Folder, "tokenizer", Words("a", "b"))
     draft_build._check(plan, Folder(tmp_path), target, Words("a", "b"), facts)
@@ -159,7 +159,7 @@ def test_a_loop_that_gives_tokens_refuses_a_draft_model_of_others_at_build(
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')
     draft = {"use": "model", "path": str(tmp_path)}
     plan = assemble(Recipe(tables={"draft": draft, "loop": {"use": loop}}))
-    target = SimpleNamespace(max_batch=8, vocab_size=9)
+    target = SimpleNamespace(max_batch=8, vocab_size=9, num_layers=1)
     monkeypatch.setattr(Folder, "tokenizer", Words("a", "b"))
     draft_build.check_draft(plan, target, Words("a", "b"))
     with pytest.raises(RecipeError, match=rf"loop\.{loop}: .* another tokenizer .* set `path`"):
