@@ -128,10 +128,12 @@ def check_draft(plan: Plan, target: Facts, tokenizer: Tokenizer | None) -> None:
             )
 
 
-def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build | None:
+def builder(
+    plan: Plan, compile_model: Compile, options: BuildOptions, home: Source | None = None
+) -> Build | None:
     """What makes the model that a recipe's drafter names, in a folder (None: here) as an artifact; None where it names
-    none. `compile_model` builds a Hugging Face directory or a GGUF file, with the options of the target. Raises
-    RecipeError before any work.
+    none. `compile_model` builds a Hugging Face directory or a GGUF file, with the options of the target. `home`:
+    where that comes from. Raises RecipeError before any work.
     """
     draft = plan.methods.get("draft")
     path: Path | None = None if draft is None else draft.draft_folder()
@@ -145,7 +147,7 @@ def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build 
         )
     if not (path / MANIFEST).is_file():
         assemble(_recipe(plan))
-    return partial(_build, plan, compile_model, path, options)
+    return partial(_build, plan, compile_model, path, options, home)
 
 
 def at_home(plan: Plan, source: Source | None) -> Plan:
@@ -189,6 +191,7 @@ def _build(
     compile_model: Compile,
     path: Path,
     options: BuildOptions,
+    home: Source | None,
     target: Facts,
     tokenizer: Tokenizer | None,
     folder: Path | None,
@@ -217,7 +220,7 @@ def _build(
             merge_adapter=None,
             adapters={},
         )
-        source = _source(plan, path, target)
+        source = _source(plan, path, target, home)
         model = compile_model(source, _recipe(plan), own, folder)
         try:
             _check(plan, source, target, tokenizer, model.facts)
@@ -230,11 +233,13 @@ def _build(
     return model
 
 
-def _source(plan: Plan, path: Path, target: Facts) -> Source:
+def _source(plan: Plan, path: Path, target: Facts, home: Source | None = None) -> Source:
     """What lies there: a head of the target, or a model."""
     use = plan.recipe.tables["draft"]["use"]
-    head = None if (path / MANIFEST).is_file() else head_at(path, target.num_layers, use)
-    return head or open_source(path)
+    if (path / MANIFEST).is_file():
+        return open_source(path)
+    folder = home.path if isinstance(home, Folder) else None
+    return head_at(path, target.num_layers, use, folder) or open_source(path)
 
 
 def check_rewind(model: CompiledModel, plan: Plan) -> None:

@@ -105,8 +105,8 @@ def optimize(
         pooling: give vectors for texts: the "mean" of the tokens', the first ("cls") or the "last" one, of length 1;
             `model` has no head then. Default: as a directory's files of sentence-transformers say, if it has any.
         draft: what drafts for the model: the folder of a published head (EAGLE-3, in its authors' layout or that of
-            speculators), or a smaller model: a directory, a GGUF file or an artifact. Next-token layers in the model's
-            own directory need none: the recipe `mtp`.
+            speculators; speculators' MTP), or a smaller model: a directory, a GGUF file or an artifact. Next-token
+            layers in the model's own directory need none: the recipe `mtp`.
 
     Returns:
         The compiled model. Close it, or use it in a `with` statement.
@@ -150,7 +150,7 @@ def build(
             head.config()
         source = open_source(folder)
     job.plan = at_home(job.plan, source)
-    job.build_draft = draft_builder(job.plan, build, options)
+    job.build_draft = draft_builder(job.plan, build, options, source)
     how = None if source is None or options.pooling is not None else source.sentence_recipe
     embedding = how.embedding if how is not None else None
     if options.pooling is not None:

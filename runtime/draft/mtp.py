@@ -15,8 +15,9 @@ from accel.runtime.draft._head import Head
 
 @dataclass(frozen=True)
 class Mtp(Head):
-    """`path`: a model's directory with next-token layers, or an artifact of one; it is copied into the artifact. Empty:
-    the directory that the target is built from. `weights`: as of `eagle3`.
+    """`path`: a model's directory with next-token layers, the folder of one layer by itself (of speculators), or an
+    artifact of one; it is copied into the artifact. Empty: the directory that the target is built from. `weights`: as
+    of `eagle3`.
 
     The first of the layers drafts all tokens, each from its own output for the one before.
     """

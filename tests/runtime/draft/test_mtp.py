@@ -130,6 +130,35 @@ def test_what_is_shared_and_layers_behind_the_first_are_left(tmp_path, published
     assert want.keys() == found.keys() and all(found[n].equal(want[n]) for n in want)
 
 
+def test_a_layer_by_itself(tmp_path):
+    """As speculators has it: experts in one tensor, no output head, which is the target's."""
+    layers = mtp_folder(module_of("qwen3_next"), tmp_path / "target")
+    text = json.loads((tmp_path / "target/config.json").read_text())
+    names = {
+        **{"enorm": "token_layernorm", "hnorm": "hidden_layernorm"},
+        **{"eh_proj": "input_proj", "post_norm": "final_layernorm"},
+    }
+    tensors = {}
+    for name, tensor in layers.layers[0].state_dict().items():
+        first, _, rest = name.partition(".")
+        tensors["mtp_layers.0." + (f"{names[first]}.{rest}" if first in names else rest)] = tensor
+    config = {
+        **{"speculators_model_type": "mtp", "architectures": ["MTPDraftModel"]},
+        **{"num_nextn_predict_layers": 1, "transformer_layer_config": text},
+    }
+    (tmp_path / "head").mkdir()
+    written(tmp_path / "head", config, tensors)
+    assert with_draft("base", tmp_path / "head").tables["draft"]["use"] == "mtp"
+    head = head_at(tmp_path / "head", 4, home=tmp_path / "target")
+    head.format.check(head.path, head.json)
+    loaded = head.load()
+    found, want = loaded.model.layers.layers.state_dict(), layers.layers.state_dict()
+    assert want.keys() == found.keys() and all(found[n].equal(want[n]) for n in want)
+    assert next(iter(loaded.stored.values())).read().equal(layers.shared_head.weight)
+    with pytest.raises(CaptureError, match="has no output head, .* and the model comes of none"):
+        head_at(tmp_path / "head", 4).load()
+
+
 @pytest.mark.parametrize("narrow", ["fp8", "bfloat16"])
 def test_layers_in_few_bits(tmp_path, narrow):
     """As DeepSeek-V3 is published: fp8 blocks; or half of a float."""

@@ -27,15 +27,15 @@ class HeadFormat:
 
     method: the drafter that drafts with such a head. is_head: whether a config.json is of this format. vocab_size: of
     the target. target_width: of the target's hidden states, as far as it is said. load: the head in a folder, for a
-    target of so many layers. within: it lies in the folder of a model, which it drafts for. check: raises CaptureError
-    where a folder has none, before any weight is read.
+    target of so many layers in a directory, if that is known. within: it lies in the folder of a model, which it drafts
+    for. check: raises CaptureError where a folder has none, before any weight is read.
     """
 
     method: str
     is_head: Callable[[Config], bool]
     vocab_size: Callable[[Config], int]
     target_width: Callable[[Config], int]
-    load: Callable[[Path, Config, int], Loaded]
+    load: Callable[[Path, Config, int, Path | None], Loaded]
     within: bool = False
     check: Callable[[Path, Config], None] | None = None
 

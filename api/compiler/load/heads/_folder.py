@@ -16,13 +16,13 @@ from accel.runtime.inputs.text import Tokenizer
 
 
 class HeadFolder(Source):
-    """A head that drafts for a target of `layers` layers. method: as of `format_of`."""
+    """A head that drafts for a target of `layers` layers, whose directory is `home`. method: as of `format_of`."""
 
     has_tokenizer, quantised = False, False
 
-    def __init__(self, path: Path, layers: int = 0, method: str = ""):
+    def __init__(self, path: Path, layers: int = 0, method: str = "", home: Path | None = None):
         super().__init__(path)
-        self.layers, self.method = layers, method
+        self.layers, self.method, self.home = layers, method, home
 
     @cached_property
     def json(self) -> Config:
@@ -40,7 +40,7 @@ class HeadFolder(Source):
         return found
 
     def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded:
-        return self.format.load(self.path, self.json, self.layers)
+        return self.format.load(self.path, self.json, self.layers, self.home)
 
     def config(self, trust_remote_code: bool = False) -> Any:
         raise CaptureError(
@@ -61,11 +61,13 @@ class HeadFolder(Source):
         return None
 
 
-def head_at(path: Path, layers: int = 0, method: str = "") -> HeadFolder | None:
-    """The head in a folder; None where there is none. method: as of `format_of`."""
+def head_at(
+    path: Path, layers: int = 0, method: str = "", home: Path | None = None
+) -> HeadFolder | None:
+    """The head in a folder; None where there is none. The rest as of `HeadFolder`."""
     if not (path / "config.json").is_file():
         return None
-    found = HeadFolder(path, layers, method)
+    found = HeadFolder(path, layers, method, home)
     try:
         return None if format_of(found.json, method) is None else found
     except CaptureError:

@@ -48,7 +48,7 @@ def _target_width(config: Config) -> int:
     return int(config.get("target_hidden_size") or inner.get("hidden_size", 0))
 
 
-def _load(path: Path, config: Config, layers: int) -> Loaded:
+def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
     with torch.no_grad():
         module = _module(path, config, tensors_of(path), layers)
     return Loaded(module.float().eval(), {})

@@ -1,4 +1,6 @@
-"""Next-token layers in the checkpoint of their target (multi-token prediction, arXiv:2412.19437)."""
+"""Next-token layers (multi-token prediction, arXiv:2412.19437), in the checkpoint of their target or as speculators has
+them by themselves.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from accel.compiler.load.checkpoint import Loaded, stored_tensors
-from accel.compiler.load.config import quantisation
+from accel.compiler.load.config import quantisation, read_config
 from accel.compiler.load.heads import Config, HeadFormat, number
 from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.shards import read_shards
@@ -22,6 +24,14 @@ from accel.ir.weights import Stored, stand_in
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _PREFIX = "mtp."  # of layers with numbers of their own; others go on behind the target's
+_TYPE = "speculators_model_type"
+_ALONE = re.compile(r"^mtp_layers\.0\.(\w+)\.(.+)$")  # by itself: of speculators
+_ALONE_NAMES = {
+    "input_proj": "fc",
+    "token_layernorm": "pre_fc_norm_embedding",
+    "hidden_layernorm": "pre_fc_norm_hidden",
+    "final_layernorm": "norm",
+}
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _OF_TARGET = re.compile(r"(?:shared_head\.head|embed_tokens)\.weight$")
 _EMBEDDING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embed_tokens\.weight$")
@@ -30,7 +40,7 @@ _TYPES = {"layer_types": _FULL, "mlp_layer_types": "sparse"}
 
 
 def _text(config: Config) -> Config:
-    inner = config.get("text_config")
+    inner = config.get("transformer_layer_config", config.get("text_config"))
     return inner if isinstance(inner, Mapping) else config
 
 
@@ -43,12 +53,15 @@ def _width(config: Config) -> int:
 
 
 def _first(config: Config, names: Iterable[str]) -> dict[str, str]:
-    """The tensors of the first layer: checkpoint name -> name with the layer's number as transformers counts it."""
+    """The tensors of the first layer: name -> name in a model's checkpoint."""
     count = _text(config).get("num_hidden_layers")
     found = {}
     for name in names:
         layer = _LAYER.search(name)
-        if name.startswith(_PREFIX):
+        if (alone := _ALONE.match(name)) is not None:
+            first, rest = alone.groups()
+            found[name] = _PREFIX + f"{_ALONE_NAMES.get(first, f'layers.0.{first}')}.{rest}"
+        elif name.startswith(_PREFIX):
             if layer is None or int(layer[1]) == 0:
                 found[name] = name
         elif layer is not None and int(layer[1]) == count:
@@ -81,14 +94,25 @@ def _check(path: Path, config: Config) -> None:
         )
 
 
-def _load(path: Path, config: Config, layers: int) -> Loaded:
-    """The first layer and the output head. Raises CaptureError."""
+def _stored(path: Path, config: Config) -> dict[str, Stored]:
+    """All tensors of a folder as parameters. Raises CaptureError."""
     shards = read_shards(path)
     stored, told = stored_tensors(shards), quantisation(path, dict(config))
-    if told:
-        stored, _ = dequantised(told, shards.tensors, stored, shards.pages)
-    names = [n for n in _first(config, stored) if not _OF_TARGET.search(n)]
-    model = _filled(path, config, {n: stored[n] for n in names})
+    return dequantised(told, shards.tensors, stored, shards.pages)[0] if told else stored
+
+
+def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
+    """The first layer and the output head, which is the target's. Raises CaptureError."""
+    stored = _stored(path, config)
+    names = {n: to for n, to in _first(config, stored).items() if not _OF_TARGET.search(n)}
+    model = _filled(path, config, {to: stored[n] for n, to in names.items()})
+    if _is_head(config):
+        if home is None:
+            raise CaptureError(
+                f"{path} has no output head, which is that of the model's directory, and the model comes of none; give "
+                "its Hugging Face directory"
+            )
+        path, stored = home, _stored(home, read_config(home))
     head = stored.get("lm_head.weight") or next(
         (one for name, one in stored.items() if _EMBEDDING.match(name)), None
     )
@@ -159,7 +183,7 @@ def _target(path: Path, config: Config) -> Any:
 
     kind = shown(str(_text(config).get("model_type")))
     try:
-        layer = _layer_config(path)
+        layer = _layer_config(path, config)
         types = getattr(layer, "layer_types", None) or [_FULL]
         if types[0] == _FULL:
             with torch.device("meta"):
@@ -179,11 +203,14 @@ def _target(path: Path, config: Config) -> Any:
     return found
 
 
-def _layer_config(path: Path) -> Any:
+def _layer_config(path: Path, config: Config) -> Any:
     """That of one next-token layer, from which transformers can make another such."""
     from transformers import AutoConfig
 
-    whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if _is_head(config):
+        whole = AutoConfig.for_model(**_text(config))
+    else:
+        whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     text = deepcopy(whole.get_text_config())
     text.num_mtp_layers, text.dtype = 1, torch.float32
     names = [name for name in _TYPES if getattr(text, name, None) is not None]
@@ -197,7 +224,8 @@ def _layer_config(path: Path) -> Any:
 
 
 def _is_head(config: Config) -> bool:
-    return False  # it is a model, which has a head within
+    """Whether one is by itself; else a model has it within."""
+    return bool(config.get(_TYPE) == "mtp")
 
 
 MTP = HeadFormat("mtp", _is_head, _vocabulary, _width, _load, within=True, check=_check)
