@@ -15,6 +15,7 @@ from accel.compiler.draft_build import _check_head
 from accel.compiler.load.heads._folder import head_at
 from accel.compiler.with_draft import with_draft
 from accel.ir.errors import CaptureError, RecipeError
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.sample.standard import Standard
 
@@ -150,6 +151,43 @@ def test_a_block_is_that_of_the_formulas(tmp_path, target):
     assert found == wanted(9)
     for control in ({"off": 1}, {"off": -1}, {"first": 1}, {"causal": True}):
         assert found != wanted(9, **control), control
+
+
+def test_rows_join_and_leave(tmp_path, target):
+    """A row that came with another session drafts as by itself, and a row that takes another's place, too."""
+    module, folder, tensors = target
+    path, texts = written(tmp_path / "head", config_for(module), tensors), texts_of(20)
+
+    def asked(drafters, *rows):
+        trees = drafters.draft(dict.fromkeys(rows, 4), None)
+        return [trees[i].tokens.tolist() for i in rows]
+
+    def grown(session, rows, text, size):
+        session.run(np.array([text[size - 2 : size - 1]]))
+        rows[0].accept(text[size - 1], None)
+
+    with build(folder, path) as model:
+        method, opened = model.decoding()[1].methods["draft"], []
+        for text, size in zip(texts, (8, 11), strict=True):
+            rows, session = rows_of([text[:size]]), model.session(1)
+            drafters = method.open(session, rows, DecodeContext({}, None, model))
+            session.prompt(np.array([text[: size - 1]]))
+            assert asked(drafters, 0) == [block(module, tensors, text[:size], 4)]
+            opened.append((session, rows, drafters))
+        (session, rows, drafters), (other, more, theirs) = opened
+        session.join(other)
+        rows += more
+        drafters.join(theirs)
+        assert drafters.joins
+        want = [block(module, tensors, t[:n], 4) for t, n in zip(texts, (8, 11), strict=True)]
+        assert asked(drafters, 0, 1) == want
+        order = session.leave(0)
+        drafters.leave(order)
+        rows[:] = [rows[i] for i in order]
+        grown(session, rows, texts[1], 12)
+        assert asked(drafters, 0) == [block(module, tensors, texts[1][:12], 4)]
+        drafters.close()
+        session.close()
 
 
 @pytest.mark.few(1)
