@@ -84,7 +84,7 @@ def written(folder, config, tensors):
 
 
 @torch.no_grad()
-def block(module, t, text, count, off=0, first=0, causal=False):
+def block(module, t, text, count, size=BLOCK, off=0, first=0, causal=False):
     """The likeliest tokens behind a text, by the formulas of the authors. The controls: taps of layers `off` further,
     positions of the block `first` further, a block that sees only what is before.
     """
@@ -95,9 +95,9 @@ def block(module, t, text, count, off=0, first=0, causal=False):
         return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * t[f"{name}.weight"]
 
     c = norm(torch.cat([states[k + 1 + off][0] for k in IDS], -1) @ t["fc.weight"].T, "hidden_norm")
-    x = embedding[torch.tensor([text[-1]] + [MASK] * (BLOCK - 1))]
+    x = embedding[torch.tensor([text[-1]] + [MASK] * (size - 1))]
     n = len(c)
-    places = torch.cat([torch.arange(n), torch.arange(n, n + BLOCK) + first])
+    places = torch.cat([torch.arange(n), torch.arange(n, n + size) + first])
 
     def turned(y, where):
         angles = where[:, None] * THETA ** -(torch.arange(0, SIZE, 2) / SIZE)
@@ -105,7 +105,7 @@ def block(module, t, text, count, off=0, first=0, causal=False):
         a, b = y.chunk(2, -1)
         return y * cos + torch.cat([-b, a], -1) * sin
 
-    seen = torch.ones(BLOCK, n + BLOCK).tril(n if causal else n + BLOCK).bool()
+    seen = torch.ones(size, n + size).tril(n if causal else n + size).bool()
     for i in range(2):
         p = f"layers.{i}."
         z = norm(x, p + "input_layernorm")
@@ -137,7 +137,9 @@ def build(folder, path, target="eager", **more):
 
 
 def test_a_block_is_that_of_the_formulas(tmp_path, target):
-    """Behind a prompt, and behind tokens that came after other blocks; a shorter draft is of a whole block, too."""
+    """Behind a prompt, and behind tokens that came after other blocks; a shorter draft is of a whole block, too,
+    but where the context ends.
+    """
     module, folder, tensors = target
     path = written(tmp_path / "head", config_for(module), tensors)
     texts, rounds = texts_of(20), (8, 9, 14)
@@ -148,7 +150,10 @@ def test_a_block_is_that_of_the_formulas(tmp_path, target):
     with build(folder, path) as model:
         assert drafts(model, texts, 3, rounds) == wanted(3)
         found = drafts(model, texts, 9, rounds)
+        ends = [(text * 4)[:62] for text in texts]  # of 64 tokens
+        last = drafts(model, ends, 9, (62,))
     assert found == wanted(9)
+    assert last == [[block(module, tensors, text, 9, size=3) for text in ends]]
     for control in ({"off": 1}, {"off": -1}, {"first": 1}, {"causal": True}):
         assert found != wanted(9, **control), control
 
