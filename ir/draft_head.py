@@ -21,6 +21,9 @@ class DraftHead:
     call gives them (`embeds`), and a step gives those of the next token behind its logits. embedding: how many numbers
     of the target's embedding of the token a call gives before them; 0: the head has its own. tap_width: numbers of all
     taps.
+
+    block: tokens of a block, the last of the text and masks (the token `mask`), which one call drafts; 0: none. Slot t
+    of such a head holds the features of token t, a block's tokens have none, and nothing lies behind logits.
     """
 
     taps: tuple[str, ...]
@@ -28,3 +31,5 @@ class DraftHead:
     tap_width: Positive
     embedding: int = 0
     fused: bool = True
+    block: int = 0
+    mask: int = 0

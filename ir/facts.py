@@ -102,8 +102,9 @@ class Facts:
     @property
     def behind_logits(self) -> int:
         """How many numbers lie behind a token's logits: what transitions are made of, or features."""
-        behind = (one.width for one in (self.paths, self.draft_head) if one is not None)
-        return sum(behind)
+        behind = 0 if self.paths is None else self.paths.width
+        head = self.draft_head
+        return behind if head is None or head.block else behind + head.width
 
     def set_vocabulary(self, size: int) -> None:
         """Let the model have `size` tokens; what a configuration names beyond them is dropped."""

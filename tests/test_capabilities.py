@@ -134,4 +134,4 @@ def test_the_table_says_what_is_declared():
     assert {"`h2o`", "`every`"} <= {*broken.rstrip(" |").split(", ")}
     assert "all of kv.score" in rows[Invariant.TOKENS_CONTIGUOUS]
     assert "target `triton`" in rows[Invariant.HOST_MEMORY]
-    assert "holds only with `eagle3`, `magicdec`" in rows[Invariant.DRAFT_MODEL]
+    assert "holds only with `dflash`, `eagle3`, `magicdec`" in rows[Invariant.DRAFT_MODEL]

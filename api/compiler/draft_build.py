@@ -183,7 +183,7 @@ def _recipe(plan: Plan) -> Recipe:
 def _grows(plan: Plan) -> bool:
     """Whether calls of the draft model are trees."""
     shaped = "tree" in plan.methods and plan.methods["tree"].branches
-    return bool(shaped or plan.methods["loop"].grows)
+    return bool(shaped or plan.methods["loop"].grows or plan.methods["draft"].blocks)
 
 
 def _build(
@@ -254,7 +254,11 @@ def _check(
     path = source.path
     use, fills = plan.recipe.tables["draft"]["use"], plan.methods["draft"].fills
     head = facts.draft_head
-    _check_kind(plan, None if head is None else "eagle3" if head.fused else "mtp", path)
+    _check_kind(
+        plan,
+        None if head is None else "dflash" if head.block else "eagle3" if head.fused else "mtp",
+        path,
+    )
     if fills and facts.diffusion is None:
         raise RecipeError(
             f"draft.{use}: {path} decodes token by token; give a masked-diffusion model (mask_token_id in its "
@@ -305,6 +309,12 @@ def _check_head(source: HeadFolder, target: Facts) -> None:
     wide, config = source.format.target_width(source.json), target.config
     inner = config.get("text_config", config)
     width = inner.get("hidden_size", inner.get("n_embd", wide))
+    kind = str(inner.get("model_type", ""))
+    if source.format.unscaled and kind.startswith("gemma"):
+        raise RecipeError(
+            f"draft: {source.path} reads the embedding of a {kind} without its scale, which accel gives with it; use "
+            "another drafter"
+        )
     if width != wide:
         raise RecipeError(
             f"draft: {source.path} reads states of {wide} numbers, and the model's are of {width}; give a head that "

@@ -120,6 +120,9 @@ class Base(Method):
     needs: ClassVar[Mapping[str, str]] = {}  # as `asks`, of axes that change the graph
     fills: ClassVar[bool] = False  # whether its smaller model fills masks; else that is causal
     head: ClassVar[bool] = False  # whether it is a head, which drafts by what the target computes
+    blocks: ClassVar[bool] = (
+        False  # whether its head's calls are blocks, whose tokens all see each other
+    )
     within: ClassVar[bool] = (
         False  # whether its head lies in the directory of the target, where no `path` is set
     )

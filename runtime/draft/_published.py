@@ -38,3 +38,16 @@ def eagle3_ids(config: Mapping[str, Any], layers: int) -> list[int]:
 def eagle3_taps(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """The same by the names of the target's outputs: k is what goes into layer k."""
     return tuple(EMBEDS if k == 0 else stream(k - 1) for k in eagle3_ids(config, layers))
+
+
+def dflash_ids(config: Mapping[str, Any]) -> list[int]:
+    """The layers whose outputs a head reads; -1: what goes into the first."""
+    inner = config.get("dflash_config")
+    found = inner.get("target_layer_ids") if isinstance(inner, Mapping) else None
+    found = config.get("target_layer_ids", found)
+    return list(found) if isinstance(found, list) else []
+
+
+def dflash_taps(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The same by the names of the target's outputs: k is what comes out of layer k."""
+    return tuple(EMBEDS if k == -1 else stream(k) for k in dflash_ids(config))

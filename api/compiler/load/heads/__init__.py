@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -11,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from accel.compiler.load.checkpoint import Loaded
+from accel.compiler.load.checkpoint import Loaded, stored_tensors
+from accel.compiler.load.config import quantisation, read_config
+from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.shards import read_shards
 from accel.ir.errors import CaptureError
+from accel.ir.weights import Stored, stand_in
 
 Config = Mapping[str, Any]  # of config.json
 BIN = "pytorch_model.bin"
+_EMBEDDING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embed_tokens\.weight$")
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,8 @@ class HeadFormat:
     method: the drafter that drafts with such a head. is_head: whether a config.json is of this format. vocab_size: of
     the target. target_width: of the target's hidden states, as far as it is said. load: the head in a folder, for a
     target of so many layers in a directory, if that is known. within: it lies in the folder of a model, which it drafts
-    for. check: raises CaptureError where a folder has none, before any weight is read.
+    for. check: raises CaptureError where a folder has none, before any weight is read. unscaled: it reads the target's
+    embedding as it is stored.
     """
 
     method: str
@@ -38,6 +44,7 @@ class HeadFormat:
     load: Callable[[Path, Config, int, Path | None], Loaded]
     within: bool = False
     check: Callable[[Path, Config], None] | None = None
+    unscaled: bool = False
 
 
 @cache
@@ -79,3 +86,62 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
             f"{file} is no file of tensors, or damaged ({type(error).__name__}); fetch it again"
         ) from error
     return found
+
+
+def fill(
+    path: Path, head: nn.Module, tensors: Mapping[str, Tensor], others: tuple[str, ...]
+) -> None:
+    """A head's parameters from tensors, all of both, but for `others`, by how names begin. Raises CaptureError."""
+    wanted = {
+        name: tensor for name, tensor in head.named_parameters() if not name.startswith(others)
+    }
+    if lacks := sorted(wanted.keys() - tensors.keys()):
+        raise CaptureError(
+            f"{path} lacks {lacks[0]} ({len(lacks)} of {len(wanted)} tensors), which its config.json asks for; fetch "
+            "the head again"
+        )
+    if more := sorted(tensors.keys() - wanted.keys()):
+        raise CaptureError(
+            f"{path} has {more[0]} ({len(more)} tensors more than its config.json tells of); accel knows no such head"
+        )
+    for name, parameter in wanted.items():
+        if parameter.shape != tensors[name].shape:
+            raise CaptureError(
+                f"{path}: {name} has size {list(tensors[name].shape)}, and {list(parameter.shape)} by its config.json"
+            )
+        if not bool(torch.isfinite(tensors[name].float()).all()):
+            raise CaptureError(f"{path}: {name} holds numbers that are not finite; fetch it again")
+        parameter.data = tensors[name].float()
+
+
+def stored_of(path: Path, config: Config) -> dict[str, Stored]:
+    """All tensors of a folder as parameters. Raises CaptureError."""
+    shards = read_shards(path)
+    stored, told = stored_tensors(shards), quantisation(path, dict(config))
+    return dequantised(told, shards.tensors, stored, shards.pages)[0] if told else stored
+
+
+def output_head(
+    path: Path, folder: Path | None, vocabulary: int, width: int
+) -> tuple[nn.Parameter, Stored]:
+    """That of the model in a folder, or its embedding [V,H] where the two are one, as a stand-in and where it lies.
+    path: of the head that says its tokens by it. Raises CaptureError.
+    """
+    if folder is None:
+        raise CaptureError(
+            f"{path} has no output head, which is that of the model's directory, and the model comes of none; give "
+            "its Hugging Face directory"
+        )
+    stored = stored_of(folder, read_config(folder))
+    tied = (one for name, one in stored.items() if _EMBEDDING.match(name))
+    head = stored.get("lm_head.weight") or next(tied, None)
+    if head is None:
+        raise CaptureError(
+            f"{folder} has neither lm_head.weight nor an embedding, by which a head says its tokens; fetch it again"
+        )
+    if tuple(head.blank.shape) != (vocabulary, width):
+        raise CaptureError(
+            f"{folder}: the output head has size {list(head.blank.shape)}, and {[vocabulary, width]} by the "
+            f"config.json of {path}"
+        )
+    return nn.Parameter(stand_in(head.blank.shape), requires_grad=False), head

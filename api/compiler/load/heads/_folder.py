@@ -34,8 +34,8 @@ class HeadFolder(Source):
         """Raises CaptureError where it is of no head."""
         if (found := format_of(self.json, self.method)) is None:
             raise CaptureError(
-                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE-3 head, or of "
-                "speculators' format"
+                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE-3 or DFlash "
+                "head, or of speculators' format"
             )
         return found
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel.compiler.load.checkpoint import Loaded
-from accel.compiler.load.heads import Config, HeadFormat, number, tensors_of
+from accel.compiler.load.heads import Config, HeadFormat, fill, number, tensors_of
 from accel.ir.capture.arch.eagle3 import Eagle3, Eagle3Config
 from accel.ir.errors import CaptureError, shown
 from accel.runtime.draft._published import eagle3_ids, eagle3_taps
@@ -93,7 +93,7 @@ def _module(path: Path, config: Config, tensors: Mapping[str, Tensor], layers: i
     )
     if drafted is not None:
         head.set_vocabulary(_target_ids(path, drafted, count, vocabulary))
-    _fill(path, head, named)
+    fill(path, head, named, ("stand_ins.",))
     return head
 
 
@@ -132,32 +132,6 @@ def _target_ids(path: Path, drafted: Tensor, count: int, vocabulary: int) -> Ten
     if len(found.unique()) != count:
         raise CaptureError(f"{path}: d2t names a token of the target twice; fetch the head again")
     return found
-
-
-def _fill(path: Path, head: Eagle3, tensors: Mapping[str, Tensor]) -> None:
-    """Its parameters from tensors, all of both. Raises CaptureError."""
-    wanted = {
-        name: tensor
-        for name, tensor in head.named_parameters()
-        if not name.startswith("stand_ins.")
-    }
-    if lacks := sorted(wanted.keys() - tensors.keys()):
-        raise CaptureError(
-            f"{path} lacks {lacks[0]} ({len(lacks)} of {len(wanted)} tensors), which its config.json asks for; fetch "
-            "the head again"
-        )
-    if more := sorted(tensors.keys() - wanted.keys()):
-        raise CaptureError(
-            f"{path} has {more[0]} ({len(more)} tensors more than its config.json tells of); accel knows no such head"
-        )
-    for name, parameter in wanted.items():
-        if parameter.shape != tensors[name].shape:
-            raise CaptureError(
-                f"{path}: {name} has size {list(tensors[name].shape)}, and {list(parameter.shape)} by its config.json"
-            )
-        if not bool(torch.isfinite(tensors[name].float()).all()):
-            raise CaptureError(f"{path}: {name} holds numbers that are not finite; fetch it again")
-        parameter.data = tensors[name].float()
 
 
 EAGLE3 = HeadFormat("eagle3", _is_head, _vocabulary, _target_width, _load)

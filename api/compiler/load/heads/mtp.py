@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.compiler.load.checkpoint import Loaded, stored_tensors
-from accel.compiler.load.config import quantisation, read_config
-from accel.compiler.load.heads import Config, HeadFormat, number
-from accel.compiler.load.quantised import dequantised
+from accel.compiler.load.checkpoint import Loaded
+from accel.compiler.load.heads import Config, HeadFormat, number, output_head, stored_of
 from accel.compiler.load.shards import read_shards
 from accel.ir.capture.arch.mtp import Mtp
 from accel.ir.errors import CaptureError, shown
-from accel.ir.weights import Stored, stand_in
+from accel.ir.weights import Stored
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _PREFIX = "mtp."  # of layers with numbers of their own; others go on behind the target's
@@ -34,7 +32,6 @@ _ALONE_NAMES = {
 }
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _OF_TARGET = re.compile(r"(?:shared_head\.head|embed_tokens)\.weight$")
-_EMBEDDING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embed_tokens\.weight$")
 _FULL = "full_attention"
 _TYPES = {"layer_types": _FULL, "mlp_layer_types": "sparse"}
 
@@ -94,39 +91,14 @@ def _check(path: Path, config: Config) -> None:
         )
 
 
-def _stored(path: Path, config: Config) -> dict[str, Stored]:
-    """All tensors of a folder as parameters. Raises CaptureError."""
-    shards = read_shards(path)
-    stored, told = stored_tensors(shards), quantisation(path, dict(config))
-    return dequantised(told, shards.tensors, stored, shards.pages)[0] if told else stored
-
-
 def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
     """The first layer and the output head, which is the target's. Raises CaptureError."""
-    stored = _stored(path, config)
+    stored = stored_of(path, config)
     names = {n: to for n, to in _first(config, stored).items() if not _OF_TARGET.search(n)}
     model = _filled(path, config, {to: stored[n] for n, to in names.items()})
-    if _is_head(config):
-        if home is None:
-            raise CaptureError(
-                f"{path} has no output head, which is that of the model's directory, and the model comes of none; give "
-                "its Hugging Face directory"
-            )
-        path, stored = home, _stored(home, read_config(home))
-    head = stored.get("lm_head.weight") or next(
-        (one for name, one in stored.items() if _EMBEDDING.match(name)), None
-    )
-    if head is None:
-        raise CaptureError(
-            f"{path} has neither lm_head.weight nor an embedding, by which the layer says its tokens; fetch it again"
-        )
-    width, count = _width(config), _vocabulary(config)
-    if tuple(head.blank.shape) != (count, width):
-        raise CaptureError(
-            f"{path}: the output head has size {list(head.blank.shape)}, and {[count, width]} by its config.json"
-        )
-    weight = nn.Parameter(stand_in(head.blank.shape), requires_grad=False)
-    model.shared_head = nn.Linear(width, count, bias=False, device="meta")
+    folder = home if _is_head(config) else path
+    weight, head = output_head(path, folder, _vocabulary(config), _width(config))
+    model.shared_head = nn.Linear(_width(config), _vocabulary(config), bias=False, device="meta")
     model.shared_head.weight = weight
     return Loaded(Mtp(model).eval(), {weight: head})
 

@@ -1,0 +1,92 @@
+"""DFlash (arXiv:2602.06036): a head drafts a block in one call, whose masks see each other and what the target computed
+for the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Self
+
+from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.row import Row
+from accel.runtime.draft import Base, Drafters, More
+from accel.runtime.draft._published import config_of, dflash_taps
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.speculation.blocks import BlockFollower
+from accel.runtime.speculation.guard import steps_of
+from accel.runtime.tree import Tree
+
+
+@dataclass(frozen=True)
+class DFlash(Base):
+    """`path`: the folder of a head in its authors' layout, or an artifact of one; it is copied into the artifact. Its
+    output head and embedding are those of the directory that the target is built from. `weights`: as of `eagle3`.
+
+    Each token of a block is the likeliest, whatever the others become.
+    """
+
+    path: str = ""
+    weights: str = "int8"
+
+    embeds = head = blocks = True
+    relies = frozenset({Invariant.CHAINS})
+    provides = frozenset({Invariant.DRAFT_MODEL})
+    lacks = "heads of sliding layers, and those of models that scale embeddings"
+
+    def draft_folder(self) -> Path | None:
+        return Path(self.path or str(files("accel.reference"))).expanduser()
+
+    def taps(self, layers: int) -> Sequence[str]:
+        folder = self.draft_folder()
+        assert folder is not None
+        return dflash_taps(config_of(folder, self.full_name))
+
+    def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
+        model = None if context.model is None else context.model.draft_model
+        head = None if model is None else model.facts.draft_head
+        if model is None or head is None or not head.block:
+            raise InputError(
+                f"{self.full_name}: this model was built without its head; build it again"
+            )
+        count, cost = len(rows), 0.0
+        if context.costs is not None:  # a block in one call
+            cost = steps_of(model.costs, count * head.block, context.costs, count) / head.block
+        return _Blocks(BlockFollower(model, session, count, head), rows, session, cost)
+
+
+class _Blocks(Drafters):
+    def __init__(self, follower: BlockFollower, rows: Sequence[Row], session: Any, cost: float):
+        self.draft_cost = cost
+        self._follower, self._rows, self._vocab = follower, rows, session.vocab_size
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._follower.kv_bytes
+
+    @property
+    def joins(self) -> bool:
+        return self._follower.joins
+
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        seen = {i: self._rows[i].seen for i in limits}
+        sizes = {i: min(most, self._follower.room(seen[i].size)) for i, most in limits.items()}
+        sizes = {i: size for i, size in sizes.items() if size > 0}
+        if not sizes:
+            return {}
+        logits = self._follower.draft({i: seen[i] for i in sizes}, max(sizes.values()))
+        best = logits[:, :, : self._vocab].argmax(2)
+        return {i: Tree.chain(best[i, :size]) for i, size in sizes.items()}
+
+    def join(self, other: Self) -> None:
+        self._follower.join(other._follower)
+
+    def leave(self, order: Ints) -> None:
+        self._follower.leave(order)
+
+    def close(self) -> None:
+        self._follower.close()
