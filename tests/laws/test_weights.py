@@ -28,7 +28,6 @@ def error(compiled, base) -> float:
     return float(np.abs(got - want).max() / max(1.0, np.abs(want).max()))
 
 
-@pytest.mark.few(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_stays_within_what_is_declared(name, build):
     base = build("llama")

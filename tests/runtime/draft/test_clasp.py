@@ -103,6 +103,7 @@ def cases(model):
         one.session.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_entry_is_the_programme_cell_by_cell(cases, count):
     for case in cases:
@@ -136,6 +137,7 @@ def test_rows_that_see_each_other_give_something_else(cases):
     assert np.abs(alone - seen).max() > 1e-3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_tokens_are_those_of_plain_decoding_while_plans_change(model, temperature, monkeypatch):
     plans, found = [], clasp._InContext._plans
@@ -169,6 +171,7 @@ def test_a_plan_is_that_of_the_newest_token_and_of_its_row(model):
             session.run([[text[-1]] for text in texts])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drafts", [1, 4, 1000])
 def test_plans_are_found_as_often_as_is_said(model, drafts, monkeypatch):
     asked, made, entry, draft = [], [], Session.entry, clasp._InContext.draft

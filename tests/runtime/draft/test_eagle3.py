@@ -68,7 +68,7 @@ def taps_of(module, tokens, ids=(2, LAYERS // 2, LAYERS - 3)):
     return [states[k][0] for k in ids]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_draft_is_that_of_the_formulas(module, tmp_path, form):
     """Behind a prompt, and behind tokens that came after other drafts. The control: taps of the layer before."""
@@ -97,7 +97,7 @@ def test_a_draft_is_that_of_the_formulas(module, tmp_path, form):
         )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["eager", "onnx"])
 @pytest.mark.parametrize(
     ("tree", "temperature"), [(Chain(), 0.0), (EagleTree(), 0.0), (Chain(), 0.9)]
@@ -148,7 +148,7 @@ def test_a_head_that_says_what_the_target_does_is_accepted(module, tmp_path):
     )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

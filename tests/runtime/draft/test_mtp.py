@@ -49,7 +49,7 @@ def build(path, target="eager", tree="chain", **more):
     return accel.optimize(path, recipe(tree), target=target, max_context=64, max_batch=2, **more)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_is_that_of_the_module(tmp_path, kind):
     """Behind a prompt, and behind tokens that came after other drafts. The controls: the stream before the last norm,
@@ -67,7 +67,7 @@ def test_a_draft_is_that_of_the_module(tmp_path, kind):
     assert found != wanted(states="stream") and found != wanted(shift=1), "the controls"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "target", "tree", "temperature"),
     [
@@ -159,6 +159,7 @@ def test_a_layer_by_itself(tmp_path):
         head_at(tmp_path / "head", 4).load()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("narrow", ["fp8", "bfloat16"])
 def test_layers_in_few_bits(tmp_path, narrow):
     """As DeepSeek-V3 is published: fp8 blocks; or half of a float."""
