@@ -23,7 +23,7 @@ class Head(Base):
 
     embeds = head = True
     asks = {"tree": "chain"}
-    provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
+    provides = frozenset({Invariant.PROBABILITIES})
     # a token that some layers did not run here leaves no hidden states, and taps are numbered by layer
     relies = frozenset(
         {Invariant.EVERY_TOKEN_RUNS, Invariant.ALL_LAYERS_RUN, Invariant.FIXED_LAYERS}

@@ -34,8 +34,15 @@ class DFlash(Base):
     weights: str = "int8"
 
     embeds = head = blocks = True
-    relies = frozenset({Invariant.CHAINS})
-    provides = frozenset({Invariant.DRAFT_MODEL})
+    # as of `_head`; a block is a chain
+    relies = frozenset(
+        {
+            Invariant.CHAINS,
+            Invariant.EVERY_TOKEN_RUNS,
+            Invariant.ALL_LAYERS_RUN,
+            Invariant.FIXED_LAYERS,
+        }
+    )
     lacks = "heads of sliding layers, and those of models that scale embeddings"
 
     def draft_folder(self) -> Path | None:
