@@ -264,7 +264,7 @@ def test_law_of_lists(selecting, law, name):
 
 
 @pytest.mark.few(1)
-@remembers
+@pytest.mark.parametrize("name", sorted({*MEMORY} - {*HISTORY}))
 def test_rewinds_into_unknown_choices_are_refused(selecting, name):
     """The end of a prompt, and what lies in it, has none."""
     case = selecting(name)

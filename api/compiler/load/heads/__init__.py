@@ -58,6 +58,12 @@ def formats() -> tuple[HeadFormat, ...]:
     return tuple(found)
 
 
+def class_names(config: Config) -> list[str]:
+    """What a config.json says of its architectures; of anything but names nothing."""
+    found = config.get("architectures")
+    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+
+
 def format_of(config: Config, method: str = "") -> HeadFormat | None:
     """That of a config.json; None: it is of no head. method: a drafter, whose heads may lie within models."""
     own = (one for one in formats() if one.within and one.method == method)

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from accel.compiler.load.checkpoint import Loaded
-from accel.compiler.load.heads import Config, HeadFormat, fill, number, output_head, tensors_of
+from accel.compiler.load.heads import (
+    Config,
+    HeadFormat,
+    class_names,
+    fill,
+    number,
+    output_head,
+    tensors_of,
+)
 from accel.ir.capture.arch.dflash import DFlash, DFlashConfig
 from accel.ir.errors import CaptureError, shown
 from accel.runtime.draft._published import dflash_ids, dflash_taps
@@ -19,7 +27,7 @@ _OTHERS = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_soft
 
 
 def _is_head(config: Config) -> bool:
-    names = config.get("architectures") or []
+    names = class_names(config)
     return "speculators_model_type" not in config and any(
         "DFlashDraftModel" in str(name) for name in names
     )

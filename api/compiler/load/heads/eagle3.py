@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel.compiler.load.checkpoint import Loaded
-from accel.compiler.load.heads import Config, HeadFormat, fill, number, tensors_of
+from accel.compiler.load.heads import Config, HeadFormat, class_names, fill, number, tensors_of
 from accel.ir.capture.arch.eagle3 import Eagle3, Eagle3Config
 from accel.ir.errors import CaptureError, shown
 from accel.runtime.draft._published import eagle3_ids, eagle3_taps
@@ -27,7 +27,7 @@ def _is_head(config: Config) -> bool:
     """speculators name it; the authors' have a draft vocabulary, or an architecture that says so."""
     if _TYPE in config:
         return bool(config[_TYPE] == "eagle3")
-    names = config.get("architectures") or []
+    names = class_names(config)
     return any("Eagle3" in str(name) for name in names) or (
         "draft_vocab_size" in config and "dflash_config" not in config
     )
