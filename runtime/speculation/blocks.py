@@ -65,7 +65,6 @@ class BlockFollower(Follower):
         for i in np.flatnonzero(counts).tolist():
             stop = int(start[i] + counts[i])
             taps = self._taps.of(i, int(start[i]), stop)
-            self._taps.forget(i, stop)
             fused = session.entry(FUSE, {TAPS: taps[None]})[FEATURES][0]
             embeds[i, : counts[i], head.embedding :] = fused
         tokens = np.zeros(embeds.shape[:2], np.int64)
