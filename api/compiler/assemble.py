@@ -16,7 +16,6 @@ from accel.passes import Pass, Rewriting
 from accel.passes.kv.codec._default import IfCached
 from accel.passes.kv.compress import Compress
 from accel.passes.state.embeds import Embeds
-from accel.passes.state.features import Features
 from accel.passes.state.replay import Replay
 from accel.passes.state.taps import Taps
 from accel.passes.state.trees import Trees
@@ -270,7 +269,7 @@ def _always(methods: Mapping[str, Any], axes: dict[str, Axis]) -> list[Pass]:
     the cache, where its weights have few bits and it does not say how it is stored. Neither, where it has a method that
     conflicts.
     """
-    windows, found = Windows(), list[Pass]([Features()])
+    windows, found = Windows(), list[Pass]()
     if WINDOW not in methods and not conflicts({**methods, WINDOW: windows}):
         found.append(windows)
     codec = getattr(methods.get("weights"), "codec", None)

@@ -318,7 +318,7 @@ def _check_head(source: HeadFolder, target: Facts) -> None:
     if width != wide:
         raise RecipeError(
             f"draft: {source.path} reads states of {wide} numbers, and the model's are of {width}; give a head that "
-            "was trained for this model"
+            "was trained for this model, or train one: accel-compile train eagle3 MODEL"
         )
 
 

@@ -39,6 +39,7 @@ from accel.ir.weights import Stored
 from accel.lowering import triton
 from accel.passes import check_order, refuse
 from accel.passes.check import NumericCheck
+from accel.passes.state.features import Features
 from accel.passes.weights._kept import keeping
 from accel.runtime.artifact.atomic import AtomicOutputDir, writable
 from accel.runtime.artifact.shipped import check_shipped
@@ -263,6 +264,8 @@ def _compiled(
         job.plan.methods["draft"].store(
             program.facts, tokenizer
         )  # which is refused before any work
+    if program.facts.draft_head is not None:
+        job.plan.unasked.append(Features())
     program.facts.max_batch = job.options.max_batch
     check_draft(job.plan, program.facts, tokenizer)
     job.plan.passes = keeping(program, job.plan.passes)

@@ -32,9 +32,8 @@ class Features(Pass):
     stage = -1
 
     def run(self, program: Program) -> Report:
-        if program.facts.draft_head is None:
-            return Report(changed=0)
         head = program.facts.draft_head
+        assert head is not None, "it comes with a head alone"
         if head.fused:
             program.entries[FUSE] = _part(program, 1, TAP_ROWS, FEATURES)
         program.entries[EMBED.name] = _part(program, 0, None, STREAM)

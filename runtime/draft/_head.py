@@ -16,6 +16,9 @@ from accel.runtime.draft.model import LEVEL, TOKEN, Chains
 from accel.runtime.speculation.features import FeatureFollower
 from accel.runtime.speculation.guard import steps_of
 
+# a token that some layers did not run here leaves no hidden states, and taps are numbered by layer
+RELIES = frozenset({Invariant.EVERY_TOKEN_RUNS, Invariant.ALL_LAYERS_RUN, Invariant.FIXED_LAYERS})
+
 
 @dataclass(frozen=True)
 class Head(Base):
@@ -24,10 +27,7 @@ class Head(Base):
     embeds = head = True
     asks = {"tree": "chain"}
     provides = frozenset({Invariant.PROBABILITIES})
-    # a token that some layers did not run here leaves no hidden states, and taps are numbered by layer
-    relies = frozenset(
-        {Invariant.EVERY_TOKEN_RUNS, Invariant.ALL_LAYERS_RUN, Invariant.FIXED_LAYERS}
-    )
+    relies = RELIES
 
     def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         model = None if context.model is None else context.model.draft_model

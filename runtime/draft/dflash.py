@@ -15,6 +15,7 @@ from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
+from accel.runtime.draft._head import RELIES
 from accel.runtime.draft._published import config_of, dflash_taps
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.blocks import BlockFollower
@@ -34,15 +35,7 @@ class DFlash(Base):
     weights: str = "int8"
 
     embeds = head = blocks = True
-    # as of `_head`; a block is a chain
-    relies = frozenset(
-        {
-            Invariant.CHAINS,
-            Invariant.EVERY_TOKEN_RUNS,
-            Invariant.ALL_LAYERS_RUN,
-            Invariant.FIXED_LAYERS,
-        }
-    )
+    relies = RELIES | {Invariant.CHAINS}
     lacks = "heads of sliding layers, and those of models that scale embeddings"
 
     def draft_folder(self) -> Path | None:

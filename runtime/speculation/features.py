@@ -13,25 +13,26 @@ from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Arrays, Logits
 from accel.runtime.decode.context import Model
+from accel.runtime.decode.rounds import picked
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import CallWatcher
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import Follower
 
 Floats = npt.NDArray[np.float32]
-MANY = 256  # calls that are sorted at once, if nobody asks before
 
 
 class Taps(CallWatcher):
-    """The outputs of the target for tokens that a head has not read yet, and for the last that it has: of each row from
-    position `first` on, side by side [n,F]. What calls said is sorted by rows when somebody asks.
+    """The outputs of the target, side by side [n,F], for tokens that a head has not read yet and the last that it has:
+    of each row from position `first` on, in the parts that calls gave. Calls are sorted by rows when somebody asks.
     """
 
     def __init__(self, names: Sequence[str], batch: int):
         self._names = tuple(names)
         self._first = [0] * batch
-        self._rows: list[Floats] = [np.zeros((0, 0), np.float32) for _ in range(batch)]
-        self._said = list[tuple[Ints, Floats]]()  # positions [B,T] and outputs [B,T,F] of calls
+        self._parts: list[list[Floats]] = [[] for _ in range(batch)]
+        self._sizes = [0] * batch
+        self._calls = list[tuple[Ints, Floats]]()  # positions [B,T] and outputs [B,T,F]
 
     def before(self, backend: BackendSession, width: int) -> Collection[str]:
         """See CallWatcher."""
@@ -41,28 +42,31 @@ class Taps(CallWatcher):
         """See CallWatcher."""
         if extra:
             values = np.concatenate([extra[name] for name in self._names], axis=2)
-            self._said.append((positions.copy(), values))
-            if len(self._said) == MANY:
-                self._sort()
+            self._calls.append((positions.copy(), values))
 
     def _sort(self) -> None:
-        """What calls said goes to the rows; what was known from a token on that came again is another's now."""
-        for row in range(len(self._rows)):
-            first, parts = self._first[row], [self._rows[row]]
-            size = len(parts[0])
-            for positions, values in self._said:
-                real = np.flatnonzero(positions[row] >= 0)
-                if not real.size:
-                    continue
-                start = int(positions[row, real[0]])
-                if not size or start < first or start > first + size:
-                    first, parts, size = start, [], 0
-                elif start < first + size:
-                    parts = [np.concatenate(parts)[: start - first]]
-                parts.append(values[row, real])
-                size = start - first + real.size
-            self._first[row], self._rows[row] = first, np.concatenate(parts) if size else parts[0]
-        self._said.clear()
+        """Give what calls gave to the rows, in their order."""
+        for positions, values in self._calls:
+            for row, places in enumerate(positions):
+                real = np.flatnonzero(places >= 0)
+                if real.size:
+                    self._put(row, int(places[real[0]]), values[row, real])
+        self._calls.clear()
+
+    def _put(self, row: int, start: int, values: Floats) -> None:
+        """Values of tokens from a position on; what was known from there on is of tokens that were taken back."""
+        parts, keep = self._parts[row], start - self._first[row]
+        if not 0 <= keep <= self._sizes[row]:
+            parts.clear()
+            self._first[row], self._sizes[row], keep = start, 0, 0
+        while self._sizes[row] > keep:
+            last = parts.pop()
+            self._sizes[row] -= len(last)
+            if (more := keep - self._sizes[row]) > 0:
+                parts.append(last[:more])
+                self._sizes[row] = keep
+        parts.append(values)
+        self._sizes[row] += len(values)
 
     def of(self, row: int, start: int, stop: int) -> Floats:
         """Those of positions `start` .. `stop` - 1 [n,F]; what is before the last of them is forgotten. Raises
@@ -70,27 +74,30 @@ class Taps(CallWatcher):
         """
         self._sort()
         first = self._first[row]
-        found = self._rows[row][max(0, start - first) : stop - first]
-        if start < first or len(found) < stop - start:
+        if start < first or stop - first > self._sizes[row]:
             raise InputError(
                 f"the head reads what the target computes for each token, and row {row} holds tokens from {start} on "
                 "that this session did not run; decode in a session that ran the whole prompt"
             )
-        self._first[row], self._rows[row] = stop - 1, self._rows[row][stop - 1 - first :].copy()
-        return found
+        known = np.concatenate(self._parts[row])
+        rest = known[stop - 1 - first :].copy()
+        self._first[row], self._parts[row], self._sizes[row] = stop - 1, [rest], len(rest)
+        return known[start - first : stop - first]
 
     def join(self, other: Taps) -> None:
         """Its rows go on behind these."""
         for one in (self, other):
             one._sort()
         self._first += other._first
-        self._rows += other._rows
+        self._parts += other._parts
+        self._sizes += other._sizes
 
     def leave(self, order: Ints) -> None:
         """Row i goes on as row order[i]."""
         self._sort()
-        self._first = [self._first[i] for i in order]
-        self._rows = [self._rows[i] for i in order]
+        self._first = picked(self._first, order)
+        self._parts = picked(self._parts, order)
+        self._sizes = picked(self._sizes, order)
 
 
 class FeatureFollower(Follower):

@@ -261,7 +261,7 @@ def test_a_recipe_has_it_unless_it_says_otherwise_or_a_method_conflicts():
     def names(tables):
         return [type(step).__name__ for step in assemble(Recipe(tables=tables)).unasked]
 
-    assert names({}) == names({"kv.codec": {"use": "kv-int8"}}) == ["Features", "Windows"]
+    assert names({}) == names({"kv.codec": {"use": "kv-int8"}}) == ["Windows"]
     for tables in (
         ALL,
         {"kv.score": {"use": "knorm"}},
@@ -273,7 +273,7 @@ def test_a_recipe_has_it_unless_it_says_otherwise_or_a_method_conflicts():
         {"prefill.prune": {"use": "promptdistill"}},
         {"prefill.sparse": {"use": "tri-shape"}},
     ):
-        assert names(tables) == ["Features"], tables
+        assert names(tables) == [], tables
         assert tables is ALL or refused({**tables, **NEWEST})
     assert built("mistral").facts.window is None  # 128 tokens are fewer than the window and 256
 

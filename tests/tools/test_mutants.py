@@ -57,7 +57,7 @@ def test_files_have_the_tests_that_name_them():
     lazy = mutate.tests_of(ROOT, Path("runtime/kv/budget/simlayerkv.py"))
     assert "tests/test_rehearsal.py" in lazy.own, "it imports the method"
     word = mutate.tests_of(ROOT, Path("runtime/kv/when/every.py"))
-    assert word.own == ("tests/laws/test_kv_when.py",) and len(word.other) < 40, (
+    assert word.own == ("tests/laws/test_kv_when.py",) and len(word.other) < 30, (
         "a name, not a word"
     )
     words = mutate.tests_of(ROOT, Path("passes/depth/shortgpt.py")).words

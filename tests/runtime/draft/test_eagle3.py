@@ -159,6 +159,10 @@ def test_a_head_that_says_what_the_target_does_is_accepted(module, tmp_path):
         (lambda t, c: t["norm.weight"].__setitem__(0, float("nan")), "norm.weight holds numbers"),
         (lambda t, c: c.update(hidden_size=64), "has size .*, and .* by its config.json"),
         (lambda t, c: c.update(hidden_size="a"), "hidden_size = 'a'; a head needs a whole number"),
+        (
+            lambda t, c: c.update(vocab_size="many"),
+            "vocab_size = 'many'; a head needs a whole number",
+        ),
         (lambda t, c: c.update(vocab_size=90), "has 90 tokens and the model 101"),
         (
             lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[2, 3, 9]),

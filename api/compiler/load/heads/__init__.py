@@ -58,6 +58,12 @@ def formats() -> tuple[HeadFormat, ...]:
     return tuple(found)
 
 
+def size_of(config: Config, name: str) -> int:
+    """A size that a config.json says; 0 where it says no whole number, which `number` refuses with the reason."""
+    value = config.get(name)
+    return value if isinstance(value, int) else 0
+
+
 def class_names(config: Config) -> list[str]:
     """What a config.json says of its architectures; of anything but names nothing."""
     found = config.get("architectures")

@@ -50,7 +50,7 @@ class HeadFolder(Source):
 
     @property
     def vocab_size(self) -> int | None:
-        return self.format.vocab_size(self.json)
+        return self.format.vocab_size(self.json) or None
 
     @property
     def has_weights(self) -> bool:

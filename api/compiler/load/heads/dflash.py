@@ -16,6 +16,7 @@ from accel.compiler.load.heads import (
     fill,
     number,
     output_head,
+    size_of,
     tensors_of,
 )
 from accel.ir.capture.arch.dflash import DFlash, DFlashConfig
@@ -34,11 +35,11 @@ def _is_head(config: Config) -> bool:
 
 
 def _vocabulary(config: Config) -> int:
-    return int(config.get("vocab_size", 0))
+    return size_of(config, "vocab_size")
 
 
 def _width(config: Config) -> int:
-    return int(config.get("hidden_size", 0))
+    return size_of(config, "hidden_size")
 
 
 def _inner(config: Config) -> Config:

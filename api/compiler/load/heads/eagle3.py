@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from accel.compiler.load.checkpoint import Loaded
-from accel.compiler.load.heads import Config, HeadFormat, class_names, fill, number, tensors_of
+from accel.compiler.load.heads import (
+    Config,
+    HeadFormat,
+    class_names,
+    fill,
+    number,
+    size_of,
+    tensors_of,
+)
 from accel.ir.capture.arch.eagle3 import Eagle3, Eagle3Config
 from accel.ir.errors import CaptureError, shown
 from accel.runtime.draft._published import eagle3_ids, eagle3_taps
@@ -40,12 +48,12 @@ def _layer(config: Config) -> Config:
 
 
 def _vocabulary(config: Config) -> int:
-    return int(_layer(config).get("vocab_size", 0))
+    return size_of(_layer(config), "vocab_size")
 
 
 def _target_width(config: Config) -> int:
     inner = _layer(config)
-    return int(config.get("target_hidden_size") or inner.get("hidden_size", 0))
+    return size_of(config, "target_hidden_size") or size_of(inner, "hidden_size")
 
 
 def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel.compiler.load.checkpoint import Loaded
-from accel.compiler.load.heads import Config, HeadFormat, number, output_head, stored_of
+from accel.compiler.load.heads import Config, HeadFormat, number, output_head, size_of, stored_of
 from accel.compiler.load.shards import read_shards
 from accel.ir.capture.arch.mtp import Mtp
 from accel.ir.errors import CaptureError, shown
@@ -42,11 +42,11 @@ def _text(config: Config) -> Config:
 
 
 def _vocabulary(config: Config) -> int:
-    return int(_text(config).get("vocab_size", 0))
+    return size_of(_text(config), "vocab_size")
 
 
 def _width(config: Config) -> int:
-    return int(_text(config).get("hidden_size", 0))
+    return size_of(_text(config), "hidden_size")
 
 
 def _first(config: Config, names: Iterable[str]) -> dict[str, str]:

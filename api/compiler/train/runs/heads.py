@@ -60,8 +60,9 @@ class Beside:
 
     def start(self, inner: int, seed: int) -> Parts:
         """The head's tensors, which have learnt nothing."""
-        torch.manual_seed(seed)
-        self.head = Eagle3(self.config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.head = Eagle3(self.config)
         if not self.head.whole:
             self.head.set_vocabulary(self.common[: self.vocabulary].sort().values)
         named = self.head.named_parameters()
