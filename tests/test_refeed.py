@@ -16,14 +16,7 @@ from accel.runtime.session.state.pending import PendingTokens
 from .depth_case import LAYERS, NEVER, TOKENS, far, oracle
 
 WINDOW, START = 3, 9
-REFEED = {
-    "use": "calm",
-    "cache": "refeed",
-    "first": 1,
-    "every": 1,
-    "window": WINDOW,
-    "threshold": NEVER,
-}
+REFEED = dict(use="calm", cache="refeed", first=1, every=1, window=WINDOW, threshold=NEVER)
 BY = ["softmax", "max", "state"]
 
 

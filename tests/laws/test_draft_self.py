@@ -104,7 +104,7 @@ def turn(session, rows, drafters):
 
 
 def law_of_joins(method):
-    """Rows that join after a round of their own, and those that stay when another leaves, draft as each does alone."""
+    """Rows that join after a round of their own, and those that stay behind others, draft as each does alone."""
     model, prompts, alone = model_of(AXIS.build(method.use)), TOKENS[:3, :PROMPT], []
     for n in range(3):
         one = opened(method, model, prompts[n : n + 1])

@@ -103,7 +103,7 @@ def test_a_token_leaves_by_its_classifier(target, tmp_path):
     """The control: the classifier of another layer."""
     parts, module, before = some_part(), module_of(LAYERS), TOKENS[:, :-1]
     write(ExitClassifier(), tmp_path / "part", parts, exits().names, {})
-    options = {"use": "calm", "by": "meta", "first": 1, "every": 1, "threshold": NEVER}
+    options = dict(use="calm", by="meta", first=1, every=1, threshold=NEVER)
     options |= {"trained": str(tmp_path / "part"), "cache": "refeed"}
     near = np.stack([told(x[:, -1], **parts[i]) for i, x in enumerate(states(TOKENS))])
     swapped = np.stack(
