@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accel.compiler.draft_build import PLAIN
 from accel.compiler.load.heads._folder import head_at
 from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe
@@ -27,4 +28,5 @@ def with_draft(recipe: Any, path: str | Path) -> Recipe:
             f"recipe '{found.name}': it drafts with draft = {table['use']}, and {path} is for draft = {use}; leave "
             "[draft] out of the recipe, or give no draft=…"
         )
-    return replace(found, tables={**found.tables, "draft": {**table, "path": str(path)}})
+    others = {axis: t for axis, t in found.tables.items() if (axis, t["use"]) != ("loop", PLAIN)}
+    return replace(found, tables={**others, "draft": {**table, "path": str(path)}})

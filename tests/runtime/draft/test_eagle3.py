@@ -188,6 +188,23 @@ def test_wrong_heads_are_refused(module, tmp_path, change, words):
         build(module, path).close()
 
 
+def test_a_head_is_given_beside_the_model(module, tmp_path):
+    """To the recipe that is taken where none is named, which decodes token by token; not to one that drafts itself."""
+    path, _ = head_of(module, tmp_path / "head", "authors")
+    more = {"target": "eager", "max_context": 64, "max_batch": 1}
+    with (
+        accel.optimize(module, draft=path, **more) as model,
+        accel.optimize(module, **more) as base,
+    ):
+        assert model.facts.draft_head is None and model.draft_model.facts.draft_head is not None
+        want = base.generate(PROMPTS[0], max_new_tokens=12).tokens
+        assert model.generate(PROMPTS[0], max_new_tokens=12).tokens == want
+    with pytest.raises(
+        RecipeError, match="drafts with draft = prompt-lookup, and .* draft = eagle3"
+    ):
+        accel.optimize(module, "prompt-lookup", draft=path, **more)
+
+
 def test_what_is_no_head(module, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(RecipeError, match="holds a model, not a head"):
