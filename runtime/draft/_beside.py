@@ -38,7 +38,7 @@ class Beside(ByModel):
         self.probes = all(row.sampler.greedy for row in rows)
         self._made = 0  # drafts
         if context.model is not None and context.model.draft_model is not None:
-            self.opening = opening(context.model.draft_model, context, rows)
+            self.opening = opening(context.model.draft_model, context, rows, follower.opens)
 
     @property
     def joins(self) -> bool:

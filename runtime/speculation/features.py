@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,8 @@ class FeatureFollower(Follower):
     with what the target says.
     """
 
+    opens = sys.maxsize  # all of a prompt: its keys are what the head was trained with
+
     def __init__(self, model: Model, target: Session, batch: int, trees: bool, head: DraftHead):
         super().__init__(model, batch, trees)
         self._target, self._head = target, head
@@ -122,7 +125,7 @@ class FeatureFollower(Follower):
         super().close()
 
     def ending(self, row: int, known: int) -> None:
-        """All of a prompt is read: its keys are what the head was trained with."""
+        """All of a prompt is read."""
 
     def whole(self, row: int) -> None:
         """It is already."""

@@ -53,11 +53,13 @@ def empty(model: Model, batch: int) -> Session:
     return session
 
 
-def opening(model: Model, context: DecodeContext, rows: Sequence[Row]) -> float:
-    """Plain steps that it takes to read the ends of these rows' prompts (`Follower.ending`)."""
+def opening(
+    model: Model, context: DecodeContext, rows: Sequence[Row], most: int = 2 * TAIL
+) -> float:
+    """Plain steps that it takes to read these rows' prompts, of each `most` tokens at most (`Follower.opens`)."""
     if context.costs is None:
         return 0.0
-    tokens = sum(min(row.prompt.size, 2 * TAIL) for row in rows)
+    tokens = sum(min(row.prompt.size, most) for row in rows)
     return steps_of(model.costs, tokens, context.costs, len(rows))
 
 
@@ -72,7 +74,11 @@ def reads_whole(model: Model, context: DecodeContext, row: Row) -> bool:
 class Follower:
     """It holds a part of each row's committed tokens, and maybe a draft behind them that fell. Raises InputError where
     sessions of the model cannot take a draft back.
+
+    opens: most tokens of a prompt that are read before anything is known of what drafts are worth.
     """
+
+    opens: int = 2 * TAIL
 
     def __init__(self, model: Model, batch: int, trees: bool = False):
         self._session = empty(model, batch)
