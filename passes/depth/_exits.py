@@ -36,12 +36,11 @@ class Measure:
         return self.of(logits) if self.head else self.of(after, before, *learnt)
 
 
-def head_of(program: Program) -> list[fx.Node]:
-    """The nodes from the residual stream to the logits, the choice of rows first, in order."""
+def head_of(program: Program, stream: fx.Node) -> list[fx.Node]:
+    """The nodes from the residual stream behind the last layer to the logits, in order."""
     graph, logits = program.step.graph, program.step.output_nodes()["logits"]
-    chosen = next((n for n in graph.nodes if n.target is take_rows.default), None)
-    needed = ancestors([logits], stop={chosen} if chosen else set())
-    below: set[fx.Node] = {chosen} if chosen else set()
+    needed = ancestors([logits], stop={stream})
+    below = {stream}
     fixed: set[fx.Node] = set()  # parameters, and casts of them
     found = []
     for node in graph.nodes:
@@ -50,12 +49,12 @@ def head_of(program: Program) -> list[fx.Node]:
             node.op == "call_function" and inputs and fixed.issuperset(inputs)
         ):
             fixed.add(node)
-        if node in needed and (node in below or below.intersection(inputs)):
+        if node in needed and below.intersection(inputs):
             below.add(node)
             found.append(node)
         elif node in needed and node in fixed and node.op != "get_attr":
             found.append(node)
-    if not found or found[-1] is not logits:
+    if not found or found[-1] is not logits or not any(map(_chooses, found)):
         raise PassError(
             "calm: the LM head, which gives the confidence, was not found; build without calm"
         )
@@ -77,11 +76,13 @@ def exit_of(
     measure: Measure,
     learnt: Sequence[Tensor],
     head: list[fx.Node],
+    stream: fx.Node,
     limit: fx.Node,
     done: fx.Node | None,
 ) -> fx.Node:
     """Let a layer say as its last result whether each token whose logits the call asks for is sure behind it, by a
-    `measure` with the tensors that it has `learnt`; where the layer is left out, what was said before.
+    `measure` with the tensors that it has `learnt`; where the layer is left out, what was said before. head: the nodes
+    from the last layer's `stream` to the logits.
     """
     region = call.target
     assert isinstance(region, Conditional)
@@ -89,9 +90,8 @@ def exit_of(
         with call.graph.inserting_before(call):
             done = Editor(program, call.graph).call(aten.full.default, [], False, dtype=torch.bool)
     members = set(head)
-    (chosen,) = (n for n in head if n.target is take_rows.default)
-    stream, rows = chosen.args
-    assert isinstance(stream, fx.Node) and isinstance(rows, fx.Node)
+    rows = next(filter(_chooses, head)).args[1]
+    assert isinstance(rows, fx.Node)
     outer = (
         dict.fromkeys(
             n for n in head for n in n.all_input_nodes if n not in members and n.op != "get_attr"
@@ -152,6 +152,10 @@ def count_layers(program: Program, calls: Sequence[fx.Node]) -> None:
 
         ran = trace(Editor(program, graph), LAYERS_RAN, counted, tokens, *flags)
     program.step.set_outputs({**program.step.output_nodes(), LAYERS_RAN: ran})
+
+
+def _chooses(node: fx.Node) -> bool:
+    return node.target is take_rows.default
 
 
 def _copied(editor: Editor, nodes: list[fx.Node], env: dict[fx.Node, fx.Node]) -> fx.Node:

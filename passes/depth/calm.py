@@ -32,6 +32,7 @@ from accel.passes.depth._threshold import (
     near_one,
     observed,
 )
+from accel.passes.stream import stream_after
 from accel.passes.trained import Parts
 
 THRESHOLD = "threshold"
@@ -114,14 +115,15 @@ class Calm(Base):
             return Report(changed=len(calls))
         limit = Editor(program, program.step.graph).placeholder(THRESHOLD, (), torch.float32)
         program.step.defaults[THRESHOLD] = torch.tensor(NEVER)
-        head = head_of(program)
+        stream = stream_after(calls[-1])
+        head = head_of(program, stream)
         done: fx.Node | None = None
         for index, call in enumerate(calls):
             if done is not None:
                 unless(program, call, done)
             if index in exits:
                 learnt = _learnt(parts, index)
-                done = exit_of(program, call, measure, learnt, head, limit, done)
+                done = exit_of(program, call, measure, learnt, head, stream, limit, done)
         if self.cache == REFEED:
             count_layers(program, calls)
         return Report(changed=len(exits))

@@ -4,6 +4,7 @@ import math
 from functools import cache
 from pathlib import Path
 
+import models
 import numpy as np
 import pytest
 import torch
@@ -92,6 +93,25 @@ def test_a_token_leaves_after_the_first_layer_that_leaves_it_as_it_is(target):
             assert alone[2] >= max(alone[:2])
             found.append(alone[2])
     assert found == sorted(found) and len(set(found)) > 2
+
+
+def test_exits_norm_the_stream_where_a_loop_reads_it_normed():
+    """`adaptive-bok` reads the normed stream of all tokens, so rows are chosen behind the norm."""
+    module, logits = models.make("llama", 4), []
+    with torch.no_grad():
+        module.model.norm.weight.fill_(0.02)  # sure of less than the stream itself
+    calm = {"use": "calm", "first": 1, "every": 1, "threshold": 0.5}
+    for loop in ("autoregressive", "adaptive-bok"):
+        recipe = {"depth": calm, "loop": {"use": loop}}
+        with accel.optimize(module, recipe, target="eager", max_context=32) as compiled:
+            for limit in np.geomspace(1e-5, 1, 11):
+                with compiled.session() as session:
+                    session.prompt(TOKENS[:1, :8])
+                    logits.append(session.run(TOKENS[:1, 8:9], threshold=float(limit)))
+    apart, found = np.split(np.array(logits), 2)
+    assert far(apart[0], apart[-1]) > 1e-3, "some leave early, and some do not"
+    for got, want in zip(found, apart, strict=True):
+        assert far(got, want) < 1e-6
 
 
 def test_the_test_is_the_tail_of_the_binomial():
