@@ -80,6 +80,18 @@ def test_what_a_model_has_no_layers_for_is_refused(options, words, deep):
         accel.optimize(module, {"depth": options}, target="eager", max_context=64, verify=False)
 
 
+def test_a_session_takes_over_only_tokens_that_every_layer_ran(deep):
+    _, compiled = deep("llama", use="by-call")
+    few = plan(0, 1)
+    with compiled.session() as source, compiled.session() as other, compiled.session() as back:
+        source.prompt(TOKENS[:1, :6])
+        source.run(TOKENS[:1, 6:7], run_layers=few)
+        assert not other.take(source, np.array([7])) and not other.length
+        assert other.take(source, np.array([6])), "the prompt ran all layers"
+        back.prompt(TOKENS[:1, :6])
+        assert far(other.run(TOKENS[:1, 6:7]), back.run(TOKENS[:1, 6:7])) < 1e-6
+
+
 def test_batch_invariant_rows_and_fewer_layers_for_single_tokens_exclude_each_other(deep):
     module, _ = deep("llama")
     with pytest.raises(RecipeError, match="leave one of the two out"):

@@ -491,7 +491,8 @@ class Session:
     def take(self, other: Session, lengths: Ints) -> bool:
         """Hold, in an empty session, the first `lengths` [B] tokens of each row of another one, of a model with the
         same weights and as many rows: their keys and values are copied, and nothing runs. Whether it can: not where
-        the two caches store tokens in different ways, or the other one dropped some; then the session stays empty.
+        the two caches store tokens in different ways, or the other one dropped some, or left out a layer for one; then
+        the session stays empty.
         """
         return take(self._open(), other._open(same=True), lengths)
 

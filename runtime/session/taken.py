@@ -13,7 +13,8 @@ from accel.runtime.session.rows import Kin
 
 def take(core: SessionCore, source: SessionCore, lengths: Ints) -> bool:
     """Let an empty session hold the first `lengths` [B] tokens of each row of another, whose model has the same
-    weights. Whether it does: not where their caches store tokens in different ways, or the other one dropped some.
+    weights. Whether it does: not where their caches store tokens in different ways, or the other one dropped some, or
+    left out a layer for one.
     """
     if core.origin is None or source.origin is None or np.any(source.base):
         return False
@@ -22,6 +23,8 @@ def take(core: SessionCore, source: SessionCore, lengths: Ints) -> bool:
     if not all(_plain(value) and there.get(value.name) == value.to_json() for value in state):
         return False
     source.catch_up()
+    if not all(one.complete(lengths) for one in source.observers):
+        return False
     found: Arrays = {}
     buffers, most = source.backend.buffers(), int(lengths.max())
     for value in state:

@@ -234,6 +234,10 @@ class LayerSchedule(SessionObserver, CallWatcher):
         self._noted = None
         return False
 
+    def complete(self, lengths: Ints) -> bool:
+        """See SessionObserver."""
+        return bool((self._lacks >= lengths).all())
+
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""
         super().select(rows)
