@@ -16,16 +16,17 @@ TAP_ROWS = "tap_rows.weight"  # the table that stands in for taps in a head's mo
 class DraftHead:
     """Slot t of a head's session holds token t + 1 and the features of token t, and its logits are of token t + 2.
 
-    taps: the outputs of the target's step (`accel.ir.taps`) which, side by side, the entry `fuse` makes a token's
-    features of; they are the features as they are where nothing is `fused`. width: how many features a token has; a
-    call gives them (`embeds`), and a step gives those of the next token behind its logits. embedding: how many numbers
-    of the target's embedding of the token a call gives before them; 0: the head has its own. tap_width: numbers of all
-    taps.
+    method: the drafter that drafts with it. taps: the outputs of the target's step (`accel.ir.taps`) which, side by
+    side, the entry `fuse` makes a token's features of; they are the features as they are where nothing is `fused`.
+    width: how many features a token has; a call gives them (`embeds`), and a step gives those of the next token behind
+    its logits. embedding: how many numbers of the target's embedding of the token a call gives before them; 0: the head
+    has its own. tap_width: numbers of all taps.
 
     block: tokens of a block, the last of the text and masks (the token `mask`), which one call drafts; 0: none. Slot t
     of such a head holds the features of token t, a block's tokens have none, and nothing lies behind logits.
     """
 
+    method: str
     taps: tuple[str, ...]
     width: Positive
     tap_width: Positive

@@ -159,6 +159,113 @@ class Eagle3:
             logits, h, held = self.step(table[[found[-1]]], h[-1:], held)
 
 
+def eagle1_tensors(module, bias=False, qkv_bias=False, seed=0):
+    """Those of an EAGLE head of a llama, by their published names."""
+    c, g = module.config, torch.Generator().manual_seed(seed)
+    width, size = c.hidden_size, c.hidden_size // HEADS
+
+    def some(*shape):
+        return torch.randn(shape, generator=g) * 1.6 / shape[-1] ** 0.5
+
+    found = {"fc.weight": some(width, 2 * width)}
+    if bias:
+        found["fc.bias"] = 0.3 * some(width)
+    found["layers.0.post_attention_layernorm.weight"] = 1 + 0.2 * torch.randn(width, generator=g)
+    for name, out in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
+        found[f"layers.0.self_attn.{name}_proj.weight"] = some(out * size, width)
+        if qkv_bias:
+            found[f"layers.0.self_attn.{name}_proj.bias"] = some(out * size)
+    found["layers.0.self_attn.o_proj.weight"] = some(width, width)
+    for name in ("gate", "up"):
+        found[f"layers.0.mlp.{name}_proj.weight"] = some(2 * width, width)
+    found["layers.0.mlp.down_proj.weight"] = some(width, 2 * width)
+    return found
+
+
+def eagle1_folder(folder, module, tensors, speculators=False, **config):
+    """A head as its authors publish it, embedding included, or speculators."""
+    c = module.config
+    layer = {
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": 2 * c.hidden_size,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "num_hidden_layers": 1,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+    }
+    if speculators:
+        names = (("fc.", "fusion_fc."), ("layers.0.", "transformer."))
+        for old, new in names:
+            tensors = {n.replace(old, new): t for n, t in tensors.items()}
+        tensors = {**tensors, "lm_head.weight": module.lm_head.weight.detach()}
+        told = {"speculators_model_type": "eagle", "transformer_layer_config": layer}
+    else:
+        table = module.get_input_embeddings().weight.detach()
+        tensors = {**tensors, "embed_tokens.weight": table}
+        told = {**layer, "architectures": ["LlamaForCausalLM"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**told, **config}))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+class Eagle1:
+    """What an EAGLE head of a model drafts, by the formulas of its authors."""
+
+    def __init__(self, tensors, module):
+        self.t = tensors
+        self.table = module.get_input_embeddings().weight.detach()
+        self.head = module.lm_head.weight.detach()
+
+    def states(self, tokens, features):
+        """Features of the next tokens [n,W], of tokens and the features before them [n,W]."""
+        t, n, width = self.t, *features.shape
+        size = width // HEADS
+        joined = torch.cat([self.table[tokens], features], -1)
+        x = joined @ t["fc.weight"].T + t.get("fc.bias", 0)
+
+        def heads(name):
+            stem = f"layers.0.self_attn.{name}_proj"
+            y = x @ t[f"{stem}.weight"].T + t.get(f"{stem}.bias", 0)
+            return y.view(n, -1, size).transpose(0, 1)
+
+        angles = torch.arange(n)[:, None] * THETA ** -(torch.arange(0, size, 2) / size)
+        cos, sin = (torch.cat([f, f], -1) for f in (angles.cos(), angles.sin()))
+
+        def turned(y):
+            a, b = y.chunk(2, -1)
+            return y * cos + torch.cat([-b, a], -1) * sin
+
+        q, k, v = turned(heads("q")), turned(heads("k")), heads("v")
+        k, v = (y.repeat_interleave(HEADS // GROUPS, 0) for y in (k, v))
+        scores = (q @ k.transpose(1, 2)) / size**0.5
+        hidden = torch.ones(n, n).triu(1).bool()
+        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        y = x + mixed.transpose(0, 1).reshape(n, width) @ t["layers.0.self_attn.o_proj.weight"].T
+        z = y * (y.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
+        z = z * t["layers.0.post_attention_layernorm.weight"]
+        up = F.silu(z @ t["layers.0.mlp.gate_proj.weight"].T)
+        up = up * (z @ t["layers.0.mlp.up_proj.weight"].T)
+        return y + up @ t["layers.0.mlp.down_proj.weight"].T
+
+    def chain(self, features, tokens, count):
+        """Behind tokens [n], of all but the last of which the features [n-1,W] are known: `count` tokens, the likeliest
+        each.
+        """
+        tokens, found = list(tokens[1:]), []
+        while True:
+            new = self.states(torch.tensor(tokens), features)[-1]
+            found.append(int((self.head @ new).argmax()))
+            if len(found) == count:
+                return found
+            tokens.append(found[-1])
+            features = torch.cat([features, new[None]])
+
+
 def mtp_folder(module, folder, **config):
     """A model with a random next-token layer beside its own, as its family publishes one, and transformers' module of
     that layer.

@@ -254,11 +254,7 @@ def _check(
     path = source.path
     use, fills = plan.recipe.tables["draft"]["use"], plan.methods["draft"].fills
     head = facts.draft_head
-    _check_kind(
-        plan,
-        None if head is None else "dflash" if head.block else "eagle3" if head.fused else "mtp",
-        path,
-    )
+    _check_kind(plan, None if head is None else head.method, path)
     if fills and facts.diffusion is None:
         raise RecipeError(
             f"draft.{use}: {path} decodes token by token; give a masked-diffusion model (mask_token_id in its "

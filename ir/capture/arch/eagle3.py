@@ -39,7 +39,9 @@ class Eagle3Config:
         """What its sessions take and give."""
         width = self.layer.hidden_size
         all_taps = self.tap_width * len(self.taps)
-        return DraftHead(self.taps, width, all_taps, 0 if self.own_embedding else self.embedding)
+        return DraftHead(
+            "eagle3", self.taps, width, all_taps, 0 if self.own_embedding else self.embedding
+        )
 
 
 class Eagle3(nn.Module):

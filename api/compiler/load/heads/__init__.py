@@ -18,7 +18,7 @@ from accel.compiler.load.checkpoint import Loaded, stored_tensors
 from accel.compiler.load.config import quantisation, read_config
 from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.shards import read_shards
-from accel.ir.errors import CaptureError
+from accel.ir.errors import CaptureError, shown
 from accel.ir.weights import Stored, stand_in
 
 Config = Mapping[str, Any]  # of config.json
@@ -30,15 +30,15 @@ _EMBEDDING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embed_to
 class HeadFormat:
     """A format of published heads.
 
-    method: the drafter that drafts with such a head. is_head: whether a config.json is of this format. vocab_size: of
-    the target. target_width: of the target's hidden states, as far as it is said. load: the head in a folder, for a
-    target of so many layers in a directory, if that is known. within: it lies in the folder of a model, which it drafts
-    for. check: raises CaptureError where a folder has none, before any weight is read. unscaled: it reads the target's
-    embedding as it is stored.
+    method: the drafter that drafts with such a head. is_head: whether a folder is of this format, by its config.json.
+    vocab_size: of the target. target_width: of the target's hidden states, as far as it is said. load: the head in a
+    folder, for a target of so many layers in a directory, if that is known. within: it lies in the folder of a model,
+    which it drafts for. check: raises CaptureError where a folder has none, before any weight is read. unscaled: it
+    reads the target's embedding as it is stored.
     """
 
     method: str
-    is_head: Callable[[Config], bool]
+    is_head: Callable[[Path, Config], bool]
     vocab_size: Callable[[Config], int]
     target_width: Callable[[Config], int]
     load: Callable[[Path, Config, int, Path | None], Loaded]
@@ -70,10 +70,12 @@ def class_names(config: Config) -> list[str]:
     return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
 
-def format_of(config: Config, method: str = "") -> HeadFormat | None:
-    """That of a config.json; None: it is of no head. method: a drafter, whose heads may lie within models."""
+def format_of(path: Path, config: Config, method: str = "") -> HeadFormat | None:
+    """That of a folder and its config.json; None: it is of no head. method: a drafter, whose heads may lie within
+    models.
+    """
     own = (one for one in formats() if one.within and one.method == method)
-    return next((one for one in formats() if one.is_head(config)), next(own, None))
+    return next((one for one in formats() if one.is_head(path, config)), next(own, None))
 
 
 def number(path: Path, config: Config, name: str, least: int = 1) -> int:
@@ -84,6 +86,32 @@ def number(path: Path, config: Config, name: str, least: int = 1) -> int:
             f"{path}: config.json says {name} = {value!r}; a head needs a whole number of {least} or more there"
         )
     return value
+
+
+def layer_config(path: Path, config: Config) -> Any:
+    """What transformers configures one decoder layer by. Raises CaptureError."""
+    from transformers import AutoConfig
+
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        number(path, config, name)
+    kind = str(config.get("model_type", "llama"))
+    left = ("model_type", "architectures", "quantization_config", "num_hidden_layers")
+    told = {n: v for n, v in config.items() if n not in left}
+    try:
+        return AutoConfig.for_model(kind, **told, num_hidden_layers=1)
+    except Exception as error:  # transformers raises many kinds
+        raise CaptureError(
+            f"{path}: transformers has no layer of model_type {shown(kind)} by this config.json: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def names_of(path: Path) -> set[str]:
+    """The names of a folder's tensors; of one without, or with a damaged file, none."""
+    try:
+        return set(tensors_of(path))
+    except CaptureError:
+        return set()
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:

@@ -32,10 +32,10 @@ class HeadFolder(Source):
     @cached_property
     def format(self) -> HeadFormat:
         """Raises CaptureError where it is of no head."""
-        if (found := format_of(self.json, self.method)) is None:
+        if (found := format_of(self.path, self.json, self.method)) is None:
             raise CaptureError(
-                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE-3 or DFlash "
-                "head, or of speculators' format"
+                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE or "
+                "DFlash head, or of speculators' format"
             )
         return found
 
@@ -69,6 +69,6 @@ def head_at(
         return None
     found = HeadFolder(path, layers, method, home)
     try:
-        return None if format_of(found.json, method) is None else found
+        return None if format_of(path, found.json, method) is None else found
     except CaptureError:
         return None

@@ -27,7 +27,7 @@ _KIND = "qwen3"
 _OTHERS = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": 0}
 
 
-def _is_head(config: Config) -> bool:
+def _is_head(path: Path, config: Config) -> bool:
     names = class_names(config)
     return "speculators_model_type" not in config and any(
         "DFlashDraftModel" in str(name) for name in names

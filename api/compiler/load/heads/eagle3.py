@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +14,12 @@ from accel.compiler.load.heads import (
     HeadFormat,
     class_names,
     fill,
-    number,
+    layer_config,
     size_of,
     tensors_of,
 )
 from accel.ir.capture.arch.eagle3 import Eagle3, Eagle3Config
-from accel.ir.errors import CaptureError, shown
+from accel.ir.errors import CaptureError
 from accel.runtime.draft._published import eagle3_ids, eagle3_taps
 
 _TYPE = "speculators_model_type"
@@ -31,7 +30,7 @@ _OF_TARGET = (
 )  # which a draft does not need
 
 
-def _is_head(config: Config) -> bool:
+def _is_head(path: Path, config: Config) -> bool:
     """speculators name it; the authors' have a draft vocabulary, or an architecture that says so."""
     if _TYPE in config:
         return bool(config[_TYPE] == "eagle3")
@@ -71,7 +70,7 @@ def _module(path: Path, config: Config, tensors: Mapping[str, Tensor], layers: i
             "trained for this model"
         )
     named = {_renamed(name): tensor for name, tensor in tensors.items()}
-    layer = _layer_config(path, _layer(config))
+    layer = layer_config(path, _layer(config))
     vocabulary, drafted = layer.vocab_size, named.pop("d2t", None)
     for name in _OF_TARGET:
         named.pop(name, None)
@@ -107,26 +106,6 @@ def _module(path: Path, config: Config, tensors: Mapping[str, Tensor], layers: i
 
 def _renamed(name: str) -> str:
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")
-
-
-def _layer_config(path: Path, config: Config) -> Any:
-    from transformers import AutoConfig
-
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
-        number(path, config, name)
-    kind = str(config.get("model_type", "llama"))
-    told = {
-        n: v
-        for n, v in config.items()
-        if n not in ("model_type", "architectures", "quantization_config")
-    }
-    try:
-        return AutoConfig.for_model(kind, **{**told, "num_hidden_layers": 1})
-    except Exception as error:  # transformers raises many kinds
-        raise CaptureError(
-            f"{path}: transformers has no layer of model_type {shown(kind)} by this config.json: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _target_ids(path: Path, drafted: Tensor, count: int, vocabulary: int) -> Tensor:

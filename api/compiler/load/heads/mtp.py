@@ -96,7 +96,7 @@ def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
     stored = stored_of(path, config)
     names = {n: to for n, to in _first(config, stored).items() if not _OF_TARGET.search(n)}
     model = _filled(path, config, {to: stored[n] for n, to in names.items()})
-    folder = home if _is_head(config) else path
+    folder = home if _is_head(path, config) else path
     weight, head = output_head(path, folder, _vocabulary(config), _width(config))
     model.shared_head = nn.Linear(_width(config), _vocabulary(config), bias=False, device="meta")
     model.shared_head.weight = weight
@@ -179,7 +179,7 @@ def _layer_config(path: Path, config: Config) -> Any:
     """That of one next-token layer, from which transformers can make another such."""
     from transformers import AutoConfig
 
-    if _is_head(config):
+    if _is_head(path, config):
         whole = AutoConfig.for_model(**_text(config))
     else:
         whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -195,7 +195,7 @@ def _layer_config(path: Path, config: Config) -> Any:
     return layer
 
 
-def _is_head(config: Config) -> bool:
+def _is_head(path: Path, config: Config) -> bool:
     """Whether one is by itself; else a model has it within."""
     return bool(config.get(_TYPE) == "mtp")
 

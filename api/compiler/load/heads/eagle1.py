@@ -1,0 +1,90 @@
+"""EAGLE heads (arXiv:2401.15077) in the layout of their authors, and in that of speculators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from accel.compiler.load.checkpoint import Loaded
+from accel.compiler.load.heads import (
+    Config,
+    HeadFormat,
+    fill,
+    layer_config,
+    names_of,
+    output_head,
+    size_of,
+    tensors_of,
+)
+from accel.ir.capture.arch.eagle1 import Eagle1
+from accel.ir.errors import CaptureError
+
+_TYPE = "speculators_model_type"
+_NAMES = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+_JOINS, _QUERIES = "fc.weight", "layers.0.self_attn.q_proj.weight"
+_OF_TARGET = ("embed_tokens.weight", "lm_head.weight")
+_OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
+
+
+def _is_head(path: Path, config: Config) -> bool:
+    """speculators name it; the authors' has the configuration of a model, and the tensors of a head."""
+    if _TYPE in config:
+        return bool(config[_TYPE] == "eagle")
+    if config.get("num_hidden_layers") != 1 or "draft_vocab_size" in config:
+        return False
+    names = names_of(path)
+    return {_JOINS, _QUERIES} <= names and "norm.weight" not in names
+
+
+def _layer(config: Config) -> Config:
+    inner = config.get("transformer_layer_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _vocabulary(config: Config) -> int:
+    return size_of(_layer(config), "vocab_size")
+
+
+def _width(config: Config) -> int:
+    return size_of(_layer(config), "hidden_size")
+
+
+def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
+    """The head, with the target's output head. Raises CaptureError."""
+    if config.get("layernorms"):
+        raise CaptureError(
+            f"{path}: config.json says layernorms, and accel reads heads of EAGLE, EAGLE-2 and HASS, which have none"
+        )
+    tensors = {_renamed(name): tensor for name, tensor in tensors_of(path).items()}
+    for name in _OF_TARGET:
+        tensors.pop(name, None)
+    with torch.no_grad():
+        head = _module(path, config, tensors)
+        fill(path, head, tensors, ("stand_ins.", "lm_head."))
+    head = head.float()
+    head.lm_head.weight, stored = output_head(path, home, _vocabulary(config), _width(config))
+    return Loaded(head.eval(), {head.lm_head.weight: stored})
+
+
+def _module(path: Path, config: Config, tensors: Mapping[str, Tensor]) -> Eagle1:
+    told = _layer(config)
+    if _QUERIES.replace("weight", "bias") in tensors:
+        told = {**told, "attention_bias": True}
+    head = Eagle1(layer_config(path, told), _JOINS.replace("weight", "bias") in tensors)
+    if _OUTPUT_BIAS not in tensors:
+        attention: nn.Module = head.layers[0].self_attn
+        attention.o_proj.bias = None
+    return head
+
+
+def _renamed(name: str) -> str:
+    name = name.removeprefix("model.")
+    return next(
+        (own + name.removeprefix(p) for p, own in _NAMES.items() if name.startswith(p)), name
+    )
+
+
+EAGLE1 = HeadFormat("eagle1", _is_head, _vocabulary, _width, _load, unscaled=True)

@@ -1,0 +1,163 @@
+"""draft = eagle1: drafts are those of the authors' formulas, whatever stood before; tokens are plain decoding's."""
+
+import json
+
+import models
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.compiler.load.heads._folder import head_at
+from accel.compiler.with_draft import with_draft
+from accel.ir.errors import AccelError, CaptureError, RecipeError
+from accel.runtime.length.fixed import Fixed
+from accel.runtime.sample.standard import Standard
+from accel.runtime.tree.chain import Chain
+from accel.runtime.tree.eagle_tree import EagleTree
+
+from ...draft_case import plain, rows_of, speculated
+from ...heads_case import Eagle1, drafts, eagle1_folder, eagle1_tensors, texts_of
+
+PROMPTS = [[5, 9, 3, 11, 7, 30, 2], [2, 8, 60, 41]]
+FORMS = {"authors": {}, "bias": {"bias": True, "qkv_bias": True}, "speculators": {"bias": True}}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The module of a target, and its folder."""
+    torch.manual_seed(3)
+    module, folder = models.make("llama", 2).eval(), tmp_path_factory.mktemp("target")
+    module.save_pretrained(folder)
+    return module, folder
+
+
+def head_of(module, folder, form, **more):
+    tensors = eagle1_tensors(module, **FORMS[form])
+    return eagle1_folder(folder, module, tensors, form == "speculators", **more), tensors
+
+
+def build(source, path, target="eager", tree="chain", **more):
+    recipe = {
+        "draft": {"use": "eagle1", "path": str(path), "weights": ""},
+        "tree": {"use": tree},
+        "verify": {"use": "sample-match"},
+        "length": {"use": "fixed"},
+    }
+    return accel.optimize(source, recipe, target=target, max_context=64, max_batch=2, **more)
+
+
+@torch.no_grad()
+def features_of(module, tokens, normed=True):
+    """What the output head reads of all tokens but the last; not normed: before the last norm."""
+    found = []
+    hook = module.model.norm.register_forward_hook(
+        lambda _, x, y: found.append(y if normed else x[0])
+    )
+    module(torch.tensor([tokens[:-1]]))
+    hook.remove()
+    return found[0][0]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_draft_is_that_of_the_formulas(home, tmp_path, form):
+    """Behind a prompt, and behind tokens that came after other drafts. The controls: the stream before the last norm,
+    and the states of the token before.
+    """
+    module, folder = home
+    path, tensors = head_of(module, tmp_path / "head", form)
+    head, texts, rounds = Eagle1(tensors, module), texts_of(20), (8, 9, 14)
+
+    def wanted(shift=0, **other):
+        return [
+            [
+                head.chain(features_of(module, t[:n], **other).roll(shift, 0), t[:n], 4)
+                for t in texts
+            ]
+            for n in rounds
+        ]
+
+    with build(folder, path) as model:
+        assert model.draft_model.facts.draft_head.method == "eagle1"
+        found = drafts(model, texts, 4, rounds)
+    assert found == wanted()
+    assert found != wanted(normed=False) and found != wanted(shift=1), "the controls"
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("target", "tree", "temperature"),
+    [
+        ("eager", EagleTree(), 0.0),
+        ("onnx", Chain(), 0.9),
+        ("onnx", EagleTree(), 0.0),
+        ("eager", Chain(), 0.0),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(home, tmp_path, target, tree, temperature):
+    path, _ = head_of(*(home[0], tmp_path / "head", "bias"))
+    out = {"out": tmp_path / "out"} if target == "onnx" else {}
+
+    def rows():
+        found = rows_of(PROMPTS, Standard(temperature=temperature), limit=16, max_context=64)
+        for i, row in enumerate(found):
+            row.rng = np.random.default_rng(i)
+        return found
+
+    with build(home[1], path, target, tree.use, **out) as model:
+        method = model.decoding()[1].methods["draft"]
+        want, made = plain(model.session(2), rows()), rows()
+        with model.session(2) as session:
+            more = {"length": Fixed(4), "model": model, "tree": tree}
+            list(speculated(session, made, method, "sample-match", **more))
+    assert [row.tokens for row in made] == want
+    assert sum(row.drafting["drafted"] for row in made) > 20
+
+
+def test_the_format_is_told_by_tensors(home, tmp_path):
+    """The configuration of a head is that of a model with one layer."""
+    module, folder = home
+    path, tensors = head_of(module, tmp_path / "head", "authors")
+    assert with_draft("base", path).tables["draft"]["use"] == "eagle1"
+    assert head_at(folder) is None
+    one = models.make("llama", 1)
+    one.save_pretrained(tmp_path / "model")
+    assert head_at(tmp_path / "model") is None, "a model of one layer"
+    torch.save(tensors, tmp_path / "head/pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    assert head_at(path).format.method == "eagle1"
+    (path / "pytorch_model.bin").write_bytes(b"cut")
+    assert head_at(path) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t, c: t.pop("layers.0.mlp.up_proj.weight"), "lacks layers.0.mlp.up_proj.weight"),
+        (lambda t, c: t.update(extra=torch.ones(2)), "has extra .1 tensors more"),
+        (lambda t, c: t["fc.weight"].fill_(torch.nan), "fc.weight holds numbers that are not fi"),
+        (lambda t, c: c.update(intermediate_size="a"), "intermediate_size = 'a'; a head needs"),
+        (lambda t, c: c.update(vocab_size=90), "has 90 tokens and the model 101"),
+        (lambda t, c: c.update(hidden_size=40), "reads states of 40 numbers, .* of 48"),
+        (lambda t, c: c.update(layernorms=True), "says layernorms, and accel reads heads of EAGLE"),
+    ],
+)
+def test_wrong_heads_are_refused(home, tmp_path, change, words):
+    module, folder = home
+    tensors = eagle1_tensors(module)
+    path = eagle1_folder(tmp_path / "head", module, tensors)
+    config = json.loads((path / "config.json").read_text())
+    change(tensors, config)
+    eagle1_folder(path, module, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AccelError, match=words):
+        build(folder, path).close()
+
+
+def test_where_the_output_head_comes_from(home, tmp_path):
+    path, _ = head_of(home[0], tmp_path / "head", "authors")
+    with pytest.raises(CaptureError, match="has no output head, .* and the model comes of none"):
+        build(home[0], path)
+    with pytest.raises(RecipeError, match="holds a model, not a head"):
+        build(home[1], "")
