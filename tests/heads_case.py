@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from accel.compiler.load.heads import Target
+from accel.ir.weights import Stored
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.speculation.round_cost import unmeasured_cost
@@ -20,6 +22,11 @@ from accel.runtime.verify.sample_match import SampleMatch
 from .draft_case import rows_of
 
 HEADS, GROUPS, EPS, THETA = 4, 2, 1e-5, 10000.0
+
+
+def target_of(weight, layers=2):
+    """What a head is told of a target with this output head [V,E]."""
+    return Target(layers, Stored.of(weight.detach()))
 
 
 def eagle3_tensors(

@@ -58,7 +58,9 @@ def write_artifact(
             if job.build_draft is not None:
                 with job.part("draft model", 0.8):
                     there = folder / DRAFT_FOLDER
-                    with job.build_draft(model_facts(program), tokenizer, there) as draft_model:
+                    with job.build_draft(
+                        *(model_facts(program), job.output_head, tokenizer, there)
+                    ) as draft_model:
                         name_parts(job, program, draft_model)
             else:
                 name_parts(job, program, None)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from accel.compiler.assemble import Plan, assemble
 from accel.compiler.build_options import BuildOptions
+from accel.compiler.load.heads import Target
 from accel.compiler.load.heads._folder import HeadFolder, head_at
 from accel.compiler.load.source import Folder, Source, open_source
 from accel.ir.errors import RecipeError
@@ -20,6 +21,7 @@ from accel.ir.fields import MANIFEST
 from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
+from accel.ir.weights import Stored
 from accel.runtime.artifact.artifact import copy_artifact, open_artifact
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
 from accel.runtime.inputs.text import Tokenizer, same_tokens
@@ -29,7 +31,7 @@ from accel.runtime.model.load import load
 from accel.runtime.speculation.follow import Follower
 from accel.runtime.speculation.round_cost import unmeasured_cost
 
-Build = Callable[[Facts, Tokenizer | None, Path | None], CompiledModel]
+Build = Callable[[Facts, Stored | None, Tokenizer | None, Path | None], CompiledModel]
 Compile = Callable[[Source, Recipe, BuildOptions, Path | None], CompiledModel]
 PLAIN = "autoregressive"  # the loop of a recipe that drafts nothing
 TREES = {
@@ -128,12 +130,10 @@ def check_draft(plan: Plan, target: Facts, tokenizer: Tokenizer | None) -> None:
             )
 
 
-def builder(
-    plan: Plan, compile_model: Compile, options: BuildOptions, home: Source | None = None
-) -> Build | None:
+def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build | None:
     """What makes the model that a recipe's drafter names, in a folder (None: here) as an artifact; None where it names
-    none. `compile_model` builds a Hugging Face directory or a GGUF file, with the options of the target. `home`:
-    where that comes from. Raises RecipeError before any work.
+    none. `compile_model` builds a Hugging Face directory or a GGUF file, with the options of the target. Raises
+    RecipeError before any work.
     """
     draft = plan.methods.get("draft")
     path: Path | None = None if draft is None else draft.draft_folder()
@@ -147,7 +147,7 @@ def builder(
         )
     if not (path / MANIFEST).is_file():
         assemble(_recipe(plan))
-    return partial(_build, plan, compile_model, path, options, home)
+    return partial(_build, plan, compile_model, path, options)
 
 
 def at_home(plan: Plan, source: Source | None) -> Plan:
@@ -191,12 +191,12 @@ def _build(
     compile_model: Compile,
     path: Path,
     options: BuildOptions,
-    home: Source | None,
     target: Facts,
+    output_head: Stored | None,
     tokenizer: Tokenizer | None,
     folder: Path | None,
 ) -> CompiledModel:
-    """`tokenizer`: the target's. Raises RecipeError where the model cannot draft for the target, and
+    """`output_head`, `tokenizer`: the target's. Raises RecipeError where the model cannot draft for the target, and
     InputError where its sessions cannot.
     """
     if (path / MANIFEST).is_file():
@@ -220,7 +220,7 @@ def _build(
             merge_adapter=None,
             adapters={},
         )
-        source = _source(plan, path, target, home)
+        source = _source(plan, path, target, output_head)
         model = compile_model(source, _recipe(plan), own, folder)
         try:
             _check(plan, source, target, tokenizer, model.facts)
@@ -233,13 +233,12 @@ def _build(
     return model
 
 
-def _source(plan: Plan, path: Path, target: Facts, home: Source | None = None) -> Source:
+def _source(plan: Plan, path: Path, target: Facts, output_head: Stored | None = None) -> Source:
     """What lies there: a head of the target, or a model."""
     use = plan.recipe.tables["draft"]["use"]
     if (path / MANIFEST).is_file():
         return open_source(path)
-    folder = home.path if isinstance(home, Folder) else None
-    return head_at(path, target.num_layers, use, folder) or open_source(path)
+    return head_at(path, use, Target(target.num_layers, output_head)) or open_source(path)
 
 
 def check_rewind(model: CompiledModel, plan: Plan) -> None:

@@ -47,7 +47,7 @@ def in_process_model(
             program=self_draft,
         )
     elif job.build_draft is not None:
-        draft_model = job.build_draft(model_facts(program), tokenizer, None)
+        draft_model = job.build_draft(model_facts(program), job.output_head, tokenizer, None)
     name_parts(job, rewritten, draft_model)
     return CompiledModel(
         _backend(program),

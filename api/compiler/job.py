@@ -16,6 +16,7 @@ from accel.compiler.build_options import BuildOptions
 from accel.compiler.draft_build import Build as BuildDraft
 from accel.compiler.pipeline import pipeline
 from accel.ir.peft import PeftAdapter
+from accel.ir.weights import Stored
 from accel.passes import Pass, Step
 from accel.passes.state.concat import Concat
 from accel.runtime.model.adapters import Adapters, adapted
@@ -36,6 +37,7 @@ class Job:
     weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits saved
     loss: dict[str, Any] = field(default_factory=dict)  # what passes that approximate cost
     build_draft: BuildDraft | None = None  # makes the model that drafts
+    output_head: Stored | None = None  # as it was captured, where a draft head reads it
     self_draft: Job | None = None  # that of the model as it drafts for itself
     peft_adapters: dict[str, PeftAdapter] = field(
         default_factory=dict

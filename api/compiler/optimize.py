@@ -40,6 +40,7 @@ from accel.lowering import triton
 from accel.passes import check_order, refuse
 from accel.passes.check import NumericCheck
 from accel.passes.state.features import Features
+from accel.passes.state.head import output_head
 from accel.passes.weights._kept import keeping
 from accel.runtime.artifact.atomic import AtomicOutputDir, writable
 from accel.runtime.artifact.shipped import check_shipped
@@ -151,7 +152,7 @@ def build(
             head.config()
         source = open_source(folder)
     job.plan = at_home(job.plan, source)
-    job.build_draft = draft_builder(job.plan, build, options, source)
+    job.build_draft = draft_builder(job.plan, build, options)
     how = None if source is None or options.pooling is not None else source.sentence_recipe
     embedding = how.embedding if how is not None else None
     if options.pooling is not None:
@@ -264,6 +265,8 @@ def _compiled(
         job.plan.methods["draft"].store(
             program.facts, tokenizer
         )  # which is refused before any work
+        if job.plan.methods["draft"].head:
+            job.output_head = output_head(program)
     if program.facts.draft_head is not None:
         job.plan.unasked.append(Features())
     program.facts.max_batch = job.options.max_batch

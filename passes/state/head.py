@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program
+from accel.ir.weights import Stored
 from accel.passes import Pass, Report
 from accel.passes.recognise.region import Kinds
 from accel.passes.state.cache import Cache
@@ -56,6 +57,18 @@ class Head(Pass):
         step.set_outputs(outputs)
         heads = [n.name for n in chain if n.target is aten.linear.default]
         return Report(changed=1, refused=[] if heads else ["no linear output head found"])
+
+
+def output_head(program: Program) -> Stored | None:
+    """The matrix [V,E] whose product with a hidden state gives the logits; None where they come about otherwise."""
+    kinds = Kinds(program.step.graph)
+    node: fx.Node | None = program.step.output_nodes()["logits"]
+    while node is not None and node.target is not aten.linear.default:
+        node = _inner(node, kinds)
+    weight = None if node is None else node.args[1]
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return None
+    return program.params.stored(str(weight.target))
 
 
 def _inner(node: fx.Node, kinds: Kinds) -> fx.Node | None:

@@ -20,7 +20,7 @@ from accel.runtime.length.fixed import Fixed
 from accel.runtime.sample.standard import Standard
 
 from ...draft_case import plain, rows_of, speculated
-from ...heads_case import EPS, GROUPS, HEADS, THETA, drafts, texts_of
+from ...heads_case import EPS, GROUPS, HEADS, THETA, drafts, target_of, texts_of
 
 LAYERS, BLOCK, MASK, IDS = 4, 6, 100, (0, 2)
 SIZE = 8  # of an attention head, whatever the width
@@ -241,7 +241,10 @@ def test_tokens_are_those_of_plain_decoding(tmp_path, target, target_name, tempe
             "have sliding_attention, and accel reads heads of full attention",
         ),
         (lambda t, c: c.update(output_multiplier=2.0), "says output_multiplier = 2.0, which accel"),
-        (lambda t, c: c.update(vocab_size=110), r"the output head has size \[101, 48\], and \[110"),
+        (
+            lambda t, c: c.update(vocab_size=110),
+            r"the model's output head has size \[101, 48\], and \[110",
+        ),
     ],
 )
 def test_wrong_heads_are_refused(tmp_path, target, change, words):
@@ -250,17 +253,15 @@ def test_wrong_heads_are_refused(tmp_path, target, change, words):
     change(tensors, config)
     path = written(tmp_path / "head", config, tensors)
     with pytest.raises(CaptureError, match=words):
-        head_at(path, LAYERS, home=folder).load()
+        head_at(path, target=target_of(module.lm_head.weight, LAYERS)).load()
 
 
 def test_what_is_no_head(tmp_path, target):
     module, folder, tensors = target
     path = written(tmp_path / "head", config_for(module), tensors)
     assert with_draft("base", path).tables["draft"]["use"] == "dflash"
-    with pytest.raises(CaptureError, match="no output head, .* and the model comes of none"):
-        head_at(path, LAYERS).load()
     with pytest.raises(RecipeError, match="holds a model, not a head"):
         build(folder, folder)
     gemma = SimpleNamespace(config={"model_type": "gemma3_text", "hidden_size": 48})
     with pytest.raises(RecipeError, match="the embedding of a gemma3_text without its scale"):
-        _check_head(head_at(path, LAYERS), gemma)
+        _check_head(head_at(path), gemma)

@@ -10,7 +10,7 @@ import torch
 import accel
 from accel.compiler.load.heads._folder import head_at
 from accel.compiler.with_draft import with_draft
-from accel.ir.errors import AccelError, CaptureError, RecipeError
+from accel.ir.errors import AccelError, RecipeError
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.sample.standard import Standard
 from accel.runtime.tree.chain import Chain
@@ -155,9 +155,6 @@ def test_wrong_heads_are_refused(home, tmp_path, change, words):
         build(folder, path).close()
 
 
-def test_where_the_output_head_comes_from(home, tmp_path):
-    path, _ = head_of(home[0], tmp_path / "head", "authors")
-    with pytest.raises(CaptureError, match="has no output head, .* and the model comes of none"):
-        build(home[0], path)
+def test_no_head_is_bundled(home):
     with pytest.raises(RecipeError, match="holds a model, not a head"):
         build(home[1], "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.compiler.load.checkpoint import Loaded, stored_tensors
-from accel.compiler.load.config import quantisation, read_config
+from accel.compiler.load.config import quantisation
 from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.shards import read_shards
 from accel.ir.errors import CaptureError, shown
@@ -23,7 +22,16 @@ from accel.ir.weights import Stored, stand_in
 
 Config = Mapping[str, Any]  # of config.json
 BIN = "pytorch_model.bin"
-_EMBEDDING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embed_tokens\.weight$")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a head is told of its target: how many layers it has, and where its output head [V,H] lies; None: it is not
+    known, or no product with one matrix.
+    """
+
+    layers: int = 0
+    output_head: Stored | None = None
 
 
 @dataclass(frozen=True)
@@ -32,16 +40,15 @@ class HeadFormat:
 
     method: the drafter that drafts with such a head. is_head: whether a folder is of this format, by its config.json.
     vocab_size: of the target. target_width: of the target's hidden states, as far as it is said. load: the head in a
-    folder, for a target of so many layers in a directory, if that is known. within: it lies in the folder of a model,
-    which it drafts for. check: raises CaptureError where a folder has none, before any weight is read. unscaled: it
-    reads the target's embedding as it is stored.
+    folder, for a target. within: it lies in the folder of a model, which it drafts for. check: raises CaptureError
+    where a folder has none, before any weight is read. unscaled: it reads the target's embedding as it is stored.
     """
 
     method: str
     is_head: Callable[[Path, Config], bool]
     vocab_size: Callable[[Config], int]
     target_width: Callable[[Config], int]
-    load: Callable[[Path, Config, int, Path | None], Loaded]
+    load: Callable[[Path, Config, Target], Loaded]
     within: bool = False
     check: Callable[[Path, Config], None] | None = None
     unscaled: bool = False
@@ -162,26 +169,20 @@ def stored_of(path: Path, config: Config) -> dict[str, Stored]:
 
 
 def output_head(
-    path: Path, folder: Path | None, vocabulary: int, width: int
+    path: Path, target: Target, vocabulary: int, width: int
 ) -> tuple[nn.Parameter, Stored]:
-    """That of the model in a folder, or its embedding [V,H] where the two are one, as a stand-in and where it lies.
-    path: of the head that says its tokens by it. Raises CaptureError.
+    """That of the target [V,H], as a stand-in and where it lies. path: of the head that says its tokens by it. Raises
+    CaptureError.
     """
-    if folder is None:
+    stored = target.output_head
+    if stored is None:
         raise CaptureError(
-            f"{path} has no output head, which is that of the model's directory, and the model comes of none; give "
-            "its Hugging Face directory"
+            f"{path} says its tokens by the output head of its target, and that of this model is no product with one "
+            "matrix; use another drafter"
         )
-    stored = stored_of(folder, read_config(folder))
-    tied = (one for name, one in stored.items() if _EMBEDDING.match(name))
-    head = stored.get("lm_head.weight") or next(tied, None)
-    if head is None:
+    if tuple(stored.blank.shape) != (vocabulary, width):
         raise CaptureError(
-            f"{folder} has neither lm_head.weight nor an embedding, by which a head says its tokens; fetch it again"
+            f"{path}: the model's output head has size {list(stored.blank.shape)}, and {[vocabulary, width]} by the "
+            "config.json of the draft head; give a head that was trained for this model"
         )
-    if tuple(head.blank.shape) != (vocabulary, width):
-        raise CaptureError(
-            f"{folder}: the output head has size {list(head.blank.shape)}, and {[vocabulary, width]} by the "
-            f"config.json of {path}"
-        )
-    return nn.Parameter(stand_in(head.blank.shape), requires_grad=False), head
+    return nn.Parameter(stand_in(stored.blank.shape), requires_grad=False), stored

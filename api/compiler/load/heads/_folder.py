@@ -8,7 +8,7 @@ from typing import Any
 
 from accel.compiler.load.checkpoint import Loaded
 from accel.compiler.load.config import read_config
-from accel.compiler.load.heads import BIN, Config, HeadFormat, format_of
+from accel.compiler.load.heads import BIN, Config, HeadFormat, Target, format_of
 from accel.compiler.load.source import Source
 from accel.ir.embedding import Embedding
 from accel.ir.errors import CaptureError
@@ -16,13 +16,13 @@ from accel.runtime.inputs.text import Tokenizer
 
 
 class HeadFolder(Source):
-    """A head that drafts for a target of `layers` layers, whose directory is `home`. method: as of `format_of`."""
+    """A head that drafts for a target. method: as of `format_of`."""
 
     has_tokenizer, quantised = False, False
 
-    def __init__(self, path: Path, layers: int = 0, method: str = "", home: Path | None = None):
+    def __init__(self, path: Path, method: str = "", target: Target | None = None):
         super().__init__(path)
-        self.layers, self.method, self.home = layers, method, home
+        self.method, self.target = method, target or Target()
 
     @cached_property
     def json(self) -> Config:
@@ -40,7 +40,7 @@ class HeadFolder(Source):
         return found
 
     def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded:
-        return self.format.load(self.path, self.json, self.layers, self.home)
+        return self.format.load(self.path, self.json, self.target)
 
     def config(self, trust_remote_code: bool = False) -> Any:
         raise CaptureError(
@@ -61,13 +61,11 @@ class HeadFolder(Source):
         return None
 
 
-def head_at(
-    path: Path, layers: int = 0, method: str = "", home: Path | None = None
-) -> HeadFolder | None:
+def head_at(path: Path, method: str = "", target: Target | None = None) -> HeadFolder | None:
     """The head in a folder; None where there is none. The rest as of `HeadFolder`."""
     if not (path / "config.json").is_file():
         return None
-    found = HeadFolder(path, layers, method, home)
+    found = HeadFolder(path, method, target)
     try:
         return None if format_of(path, found.json, method) is None else found
     except CaptureError:

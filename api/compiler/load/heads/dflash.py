@@ -12,6 +12,7 @@ from accel.compiler.load.checkpoint import Loaded
 from accel.compiler.load.heads import (
     Config,
     HeadFormat,
+    Target,
     class_names,
     fill,
     number,
@@ -77,9 +78,9 @@ def _layers(path: Path, config: Config) -> Any:
     return found
 
 
-def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
+def _load(path: Path, config: Config, target: Target) -> Loaded:
     """The head, with the target's output head. Raises CaptureError."""
-    told, ids = _inner(config), dflash_ids(config)
+    told, ids, layers = _inner(config), dflash_ids(config), target.layers
     if not ids or not all(isinstance(k, int) and -1 <= k < layers for k in ids):
         raise CaptureError(
             f"{path}: the head reads what comes out of layers {ids}, and its target has {layers}; give a head that was "
@@ -103,7 +104,7 @@ def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
     with torch.no_grad():
         head = DFlash(DFlashConfig(inner, dflash_taps(config), block, mask))
         fill(path, head, tensors_of(path), ("stand_ins.", "lm_head."))
-    head.lm_head.weight, stored = output_head(path, home, inner.vocab_size, inner.hidden_size)
+    head.lm_head.weight, stored = output_head(path, target, inner.vocab_size, inner.hidden_size)
     return Loaded(head.eval(), {head.lm_head.weight: stored})
 
 

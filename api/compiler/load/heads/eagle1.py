@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel.compiler.load.checkpoint import Loaded
 from accel.compiler.load.heads import (
     Config,
     HeadFormat,
+    Target,
     fill,
     layer_config,
     names_of,
@@ -52,7 +54,7 @@ def _width(config: Config) -> int:
     return size_of(_layer(config), "hidden_size")
 
 
-def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
+def _load(path: Path, config: Config, target: Target) -> Loaded:
     """The head, with the target's output head. Raises CaptureError."""
     if config.get("layernorms"):
         raise CaptureError(
@@ -65,7 +67,7 @@ def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
         head = _module(path, config, tensors)
         fill(path, head, tensors, ("stand_ins.", "lm_head."))
     head = head.float()
-    head.lm_head.weight, stored = output_head(path, home, _vocabulary(config), _width(config))
+    head.lm_head.weight, stored = output_head(path, target, _vocabulary(config), _width(config))
     return Loaded(head.eval(), {head.lm_head.weight: stored})
 
 
@@ -75,7 +77,7 @@ def _module(path: Path, config: Config, tensors: Mapping[str, Tensor]) -> Eagle1
         told = {**told, "attention_bias": True}
     head = Eagle1(layer_config(path, told), _JOINS.replace("weight", "bias") in tensors)
     if _OUTPUT_BIAS not in tensors:
-        attention: nn.Module = head.layers[0].self_attn
+        attention: Any = head.layers[0].self_attn
         attention.o_proj.bias = None
     return head
 

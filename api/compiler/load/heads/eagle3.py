@@ -12,6 +12,7 @@ from accel.compiler.load.checkpoint import Loaded
 from accel.compiler.load.heads import (
     Config,
     HeadFormat,
+    Target,
     class_names,
     fill,
     layer_config,
@@ -55,9 +56,9 @@ def _target_width(config: Config) -> int:
     return size_of(config, "target_hidden_size") or size_of(inner, "hidden_size")
 
 
-def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
+def _load(path: Path, config: Config, target: Target) -> Loaded:
     with torch.no_grad():
-        module = _module(path, config, tensors_of(path), layers)
+        module = _module(path, config, tensors_of(path), target.layers)
     return Loaded(module.float().eval(), {})
 
 

@@ -14,7 +14,15 @@ import torch
 from torch import nn
 
 from accel.compiler.load.checkpoint import Loaded
-from accel.compiler.load.heads import Config, HeadFormat, number, output_head, size_of, stored_of
+from accel.compiler.load.heads import (
+    Config,
+    HeadFormat,
+    Target,
+    number,
+    output_head,
+    size_of,
+    stored_of,
+)
 from accel.compiler.load.shards import read_shards
 from accel.ir.capture.arch.mtp import Mtp
 from accel.ir.errors import CaptureError, shown
@@ -91,13 +99,12 @@ def _check(path: Path, config: Config) -> None:
         )
 
 
-def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
+def _load(path: Path, config: Config, target: Target) -> Loaded:
     """The first layer and the output head, which is the target's. Raises CaptureError."""
     stored = stored_of(path, config)
     names = {n: to for n, to in _first(config, stored).items() if not _OF_TARGET.search(n)}
     model = _filled(path, config, {to: stored[n] for n, to in names.items()})
-    folder = home if _is_head(path, config) else path
-    weight, head = output_head(path, folder, _vocabulary(config), _width(config))
+    weight, head = output_head(path, target, _vocabulary(config), _width(config))
     model.shared_head = nn.Linear(_width(config), _vocabulary(config), bias=False, device="meta")
     model.shared_head.weight = weight
     return Loaded(Mtp(model).eval(), {weight: head})
