@@ -26,7 +26,7 @@ from accel.runtime.tree import Tree
 @dataclass(frozen=True)
 class DFlash(Base):
     """`path`: the folder of a head in its authors' layout, or an artifact of one; it is copied into the artifact. Its
-    output head and embedding are those of the directory that the target is built from. `weights`: as of `eagle3`.
+    output head and embedding are the target's. `weights`: as of `eagle3`.
 
     Each token of a block is the likeliest, whatever the others become.
     """

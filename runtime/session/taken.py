@@ -7,8 +7,9 @@ import numpy as np
 from accel.ir.state import CacheRegion, Part, StateValue
 from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.core import SessionCore
+from accel.runtime.session.core import SessionCore, of_kind
 from accel.runtime.session.rows import Kin
+from accel.runtime.session.state.layer_schedule import LayerSchedule
 
 
 def take(core: SessionCore, source: SessionCore, lengths: Ints) -> bool:
@@ -23,7 +24,7 @@ def take(core: SessionCore, source: SessionCore, lengths: Ints) -> bool:
     if not all(_plain(value) and there.get(value.name) == value.to_json() for value in state):
         return False
     source.catch_up()
-    if not all(one.complete(lengths) for one in source.observers):
+    if not all(one.complete(lengths) for one in of_kind(source.observers, LayerSchedule)):
         return False
     found: Arrays = {}
     buffers, most = source.backend.buffers(), int(lengths.max())

@@ -220,10 +220,6 @@ class SessionObserver:
         """Rows of `lengths` tokens go back to `new_lengths`, to which all agreed. Whether the buffers are new."""
         return False
 
-    def complete(self, lengths: Ints) -> bool:
-        """Whether each layer's cache holds the first `lengths` [B] tokens of each row."""
-        return True
-
     def select(self, rows: Ints) -> None:
         """Row i goes on as what row rows[i] was, for any number of rows [n]."""
         vars(self).update(selected(self, rows))

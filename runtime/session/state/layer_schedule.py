@@ -235,7 +235,7 @@ class LayerSchedule(SessionObserver, CallWatcher):
         return False
 
     def complete(self, lengths: Ints) -> bool:
-        """See SessionObserver."""
+        """Whether each layer's cache holds the first `lengths` [B] tokens of each row."""
         return bool((self._lacks >= lengths).all())
 
     def select(self, rows: Ints) -> None:
