@@ -85,6 +85,32 @@ def _own(names, name):
     raise AssertionError(name)
 
 
+def nextn(layers, config, arch):
+    """The tensors of a next-token layer of transformers (`MtpModel`), behind those of its model."""
+    kind, depth = (
+        {name: a for a, name in gguf.MODEL_ARCH_NAMES.items()}[arch],
+        config.num_hidden_layers,
+    )
+    names = gguf.get_tensor_name_map(kind, depth + 1)
+    top = {
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        "eh_proj": "eh_proj",
+        "post_norm": "shared_head_norm",
+    }
+    for name, value in layers.layers[0].state_dict().items():
+        first, _, rest = name.partition(".")
+        if first in top:  # llama.cpp's converter adds one to Qwen's norms
+            more = float("norm" in first and arch.startswith("qwen"))
+            yield f"blk.{depth}.nextn.{top[first]}.weight", (value + more).numpy()
+            continue
+        for part, changed in parts(f"model.layers.{depth}.{rest}", value, config, arch):
+            yield (
+                part if part.startswith("blk.") else _own(names, part),
+                changed.contiguous().numpy(),
+            )
+
+
 def metadata(arch, told):
     """`more` for `write` of an architecture's keys, each of the type of its value."""
     kinds = gguf.GGUFValueType

@@ -273,10 +273,8 @@ class Eagle1:
             features = torch.cat([features, new[None]])
 
 
-def mtp_folder(module, folder, **config):
-    """A model with a random next-token layer beside its own, as its family publishes one, and transformers' module of
-    that layer.
-    """
+def mtp_layers(module):
+    """transformers' module of one random next-token layer of a model."""
     from transformers.modeling_layers import MtpModel
 
     text = module.config.get_text_config()
@@ -288,6 +286,14 @@ def mtp_folder(module, folder, **config):
     for name, tensor in layers.layers.state_dict().items():
         size = 0.1 if tensor.dim() == 1 else 1.6 / tensor.shape[-1] ** 0.5
         tensor.copy_(size * torch.randn(tensor.shape, generator=g) + float("norm" in name) / 2)
+    return layers
+
+
+def mtp_folder(module, folder, **config):
+    """A model with a random next-token layer beside its own, as its family publishes one, and transformers' module of
+    that layer.
+    """
+    text, layers = module.config.get_text_config(), mtp_layers(module)
     module.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     tensors |= _mtp_names(layers, text.num_hidden_layers, "qwen" in text.model_type)

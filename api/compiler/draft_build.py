@@ -14,7 +14,7 @@ from accel.compiler.assemble import Plan, assemble
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.load.heads import Target
 from accel.compiler.load.heads._folder import HeadFolder, head_at
-from accel.compiler.load.source import Folder, Source, open_source
+from accel.compiler.load.source import Source, open_source
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
@@ -151,17 +151,16 @@ def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build 
 
 
 def at_home(plan: Plan, source: Source | None) -> Plan:
-    """The plan, with the target's directory as that of a head which lies within it. Raises RecipeError where it is
-    none, CaptureError where it has none.
+    """The plan, with the target's directory or file as that of a head which lies within it. Raises RecipeError where
+    it has none, CaptureError where that holds none.
     """
     draft = plan.methods.get("draft")
     if draft is None or not draft.within or draft.path:
         return plan
-    if not isinstance(source, Folder):
-        what = "is no directory" if source is None else f"is {source.path}, of which none is read"
+    if source is None:
         raise RecipeError(
-            f"recipe '{plan.recipe.name}': draft = {draft.use} takes its head from the directory of the model, and "
-            f"this one {what}; set `path` to the Hugging Face directory of the model"
+            f"recipe '{plan.recipe.name}': draft = {draft.use} takes its head from the directory or the GGUF file of "
+            "the model, and this one has none; set `path` to the model's Hugging Face directory"
         )
     found = head_at(source.path, method=draft.use)
     if found is not None and found.format.check is not None:

@@ -48,6 +48,26 @@ class Modules:
 
 
 @dataclass(frozen=True)
+class NextN:
+    """Where a checkpoint of transformers has the layer that drafts, {} standing for the number of the model's layers.
+    `modules`: of the file, beside those of any layer -> of the checkpoint; `layer`: the beginning of the names of the
+    others; `of_target`: what such a layer has of its target.
+    """
+
+    modules: Mapping[str, str] = field(
+        default_factory=lambda: {
+            **{
+                f"nextn.{name}": f"model.layers.{{}}.{name}"
+                for name in ("eh_proj", "enorm", "hnorm")
+            },
+            "nextn.shared_head_norm": "model.layers.{}.shared_head.norm",
+        }
+    )
+    layer: str = "model.layers.{}."
+    of_target: tuple[str, ...] = ("nextn.embed_tokens", "nextn.shared_head_head")
+
+
+@dataclass(frozen=True)
 class Base:
     """One architecture, of a file that llama.cpp's converter wrote from a model of transformers."""
 
@@ -55,6 +75,7 @@ class Base:
 
     model_type: ClassVar[str]
     modules: ClassVar[Modules] = Modules()
+    nextn: ClassVar[NextN] = NextN()
     read_apart: ClassVar[tuple[str, ...]] = (FACTORS,)  # tensors that are no weights
 
     def config(self) -> dict[str, Any]:
@@ -63,14 +84,38 @@ class Base:
 
     def weights(self) -> dict[str, Stored]:
         """The model's parameters by name. Raises CaptureError for a tensor that the model has no place for."""
+        self._check_experts()
+        apart = {*self.left_out(), *self.read_apart}
+        return self._placed(name for name in self.metadata.file.tensors if name not in apart)
+
+    def next_token_layer(self) -> dict[str, Stored]:
+        """The first layer that drafts, by the names of a checkpoint of transformers; empty: the file has none. Raises
+        CaptureError.
+        """
+        depth, nextn, found = self.metadata.depth(), self.nextn, dict[str, Stored]()
+        start, behind = f"blk.{depth}.", f"{self.modules.layers}.{depth}."
+        names = [name for name in self.metadata.file.tensors if name.startswith(start)]
+        block = [name for name in names if not name.startswith(f"{start}nextn.")]
+        for name, weight in self._placed(block).items():
+            found[nextn.layer.format(depth) + name.removeprefix(behind)] = weight
+        for name in names:
+            own = name.removeprefix(start)
+            kind, _, last = own.rpartition(".")
+            if kind in nextn.modules and last == "weight":
+                weight = self.weight(kind, name, self.metadata.file.tensors[name])
+                found[f"{nextn.modules[kind].format(depth)}.{last}"] = weight
+            elif name not in block and kind not in nextn.of_target:
+                raise self.metadata.wrong(f"{plain(name)} has no place in a layer that drafts")
+        return found
+
+    def _placed(self, names: Iterable[str]) -> dict[str, Stored]:
+        """Tensors of the file by the names of the model's parameters. Raises CaptureError."""
         found: dict[str, Stored] = {}
         pieces: dict[str, dict[str, GgufTensor]] = {}
-        metadata, modules, apart = self.metadata, self.modules, {*self.left_out(), *self.read_apart}
-        self._check_experts()
+        metadata, modules = self.metadata, self.modules
         joined = {own for parts in modules.joined for own in parts}
-        for name, tensor in metadata.file.tensors.items():
-            if name in apart:
-                continue
+        for name in names:
+            tensor = metadata.file.tensors[name]
             layer, own = _of_layer(name)
             kind, _, last = own.rpartition(".")
             place = f"{modules.layers}.{layer}." if layer else ""

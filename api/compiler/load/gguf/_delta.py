@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accel.compiler.load.gguf import Base
+from accel.compiler.load.gguf import Base, NextN
 from accel.compiler.load.gguf._file import GgufTensor
 from accel.compiler.load.gguf._mamba import between, log_decay
 from accel.compiler.load.gguf.gemma import less_one
@@ -22,6 +22,16 @@ DELTA = {
 @dataclass(frozen=True)
 class Delta(Base):
     """The weights of a file's norms are greater by one than the model's, but for those within these layers."""
+
+    nextn = NextN(
+        {
+            "nextn.eh_proj": "mtp.fc",
+            "nextn.enorm": "mtp.pre_fc_norm_embedding",
+            "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+            "nextn.shared_head_norm": "mtp.norm",
+        },
+        "mtp.layers.0.",
+    )
 
     def config(self) -> dict[str, Any]:
         metadata = self.metadata

@@ -12,7 +12,7 @@ from accel.compiler.load.gguf.qwen3 import HEAD_NORMS
 
 @dataclass(frozen=True)
 class Glm4Moe(Base):
-    """All layers but the first ones have experts, which a sigmoid weighs. The last layer drafts, and is left out."""
+    """All layers but the first ones have experts, which a sigmoid weighs. The last layer drafts."""
 
     model_type = "glm4_moe"
     modules = Modules(

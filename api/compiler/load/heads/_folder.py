@@ -8,7 +8,10 @@ from typing import Any
 
 from accel.compiler.load.checkpoint import Loaded
 from accel.compiler.load.config import read_config
+from accel.compiler.load.gguf import open_gguf
+from accel.compiler.load.gguf._file import is_gguf, read_gguf
 from accel.compiler.load.heads import BIN, Config, HeadFormat, Target, format_of
+from accel.compiler.load.heads.mtp import COUNTS
 from accel.compiler.load.source import Source
 from accel.ir.embedding import Embedding
 from accel.ir.errors import CaptureError
@@ -26,8 +29,12 @@ class HeadFolder(Source):
 
     @cached_property
     def json(self) -> Config:
-        """What config.json says. Raises CaptureError."""
-        return read_config(self.path)
+        """What config.json says, or the metadata of a GGUF file as such. Raises CaptureError."""
+        if not is_gguf(self.path):
+            return read_config(self.path)
+        file = open_gguf(read_gguf(self.path))
+        drafts = int(file.architecture.metadata.number("nextn_predict_layers", 0))
+        return {**file.config, COUNTS[0]: drafts}
 
     @cached_property
     def format(self) -> HeadFormat:
@@ -54,7 +61,8 @@ class HeadFolder(Source):
 
     @property
     def has_weights(self) -> bool:
-        return (self.path / BIN).is_file() or any(self.path.glob("*.safetensors"))
+        files = (self.path / BIN).is_file() or any(self.path.glob("*.safetensors"))
+        return files or is_gguf(self.path)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -62,8 +70,8 @@ class HeadFolder(Source):
 
 
 def head_at(path: Path, method: str = "", target: Target | None = None) -> HeadFolder | None:
-    """The head in a folder; None where there is none. The rest as of `HeadFolder`."""
-    if not (path / "config.json").is_file():
+    """The head in a folder, or within a model's GGUF file; None where there is none. The rest as of `HeadFolder`."""
+    if not (path / "config.json").is_file() and not is_gguf(path):
         return None
     found = HeadFolder(path, method, target)
     try:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from accel.compiler.load.checkpoint import Loaded
+from accel.compiler.load.gguf import open_gguf
+from accel.compiler.load.gguf._file import is_gguf, read_gguf
 from accel.compiler.load.heads import (
     Config,
     HeadFormat,
@@ -84,7 +86,7 @@ def _check(path: Path, config: Config) -> None:
         )
     if told is not None:
         number(path, _text(config), told)
-    if not _first(config, read_shards(path).tensors):
+    if not _has_layer(path, config):
         says = "names none (num_nextn_predict_layers, mtp_num_hidden_layers)"
         if told is not None:
             says = f"says {told} = {_text(config)[told]}"
@@ -99,11 +101,21 @@ def _check(path: Path, config: Config) -> None:
         )
 
 
+def _has_layer(path: Path, config: Config) -> bool:
+    if is_gguf(path):
+        return bool(open_gguf(read_gguf(path)).architecture.next_token_layer())
+    return bool(_first(config, read_shards(path).tensors))
+
+
 def _load(path: Path, config: Config, target: Target) -> Loaded:
     """The first layer and the output head, which is the target's. Raises CaptureError."""
-    stored = stored_of(path, config)
-    names = {n: to for n, to in _first(config, stored).items() if not _OF_TARGET.search(n)}
-    model = _filled(path, config, {to: stored[n] for n, to in names.items()})
+    if is_gguf(path):
+        layer = open_gguf(read_gguf(path)).architecture.next_token_layer()
+    else:
+        stored = stored_of(path, config)
+        names = {n: to for n, to in _first(config, stored).items() if not _OF_TARGET.search(n)}
+        layer = {to: stored[n] for n, to in names.items()}
+    model = _filled(path, config, layer)
     weight, head = output_head(path, target, _vocabulary(config), _width(config))
     model.shared_head = nn.Linear(_width(config), _vocabulary(config), bias=False, device="meta")
     model.shared_head.weight = weight
@@ -186,7 +198,7 @@ def _layer_config(path: Path, config: Config) -> Any:
     """That of one next-token layer, from which transformers can make another such."""
     from transformers import AutoConfig
 
-    if _is_head(path, config):
+    if _is_head(path, config) or is_gguf(path):
         whole = AutoConfig.for_model(**_text(config))
     else:
         whole = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
