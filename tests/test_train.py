@@ -50,7 +50,7 @@ def test_each_method_is_of_one_kind():
     assert all(sum(k.takes(m) for k in kind.kinds()) == 1 for _, m in methods.values())
     assert {name: kind.kind_of(methods[name][1]) for name in KINDS} == KINDS
     assert "knorm" not in methods
-    files = {name for name, (_, m) in methods.items() if not getattr(m, "head", False)}
+    files = {name for name, (_, m) in methods.items() if not kind.kind_of(m).folder}
     assert files == set(parts()), "each comes with accel for the bundled model"
     bundled = Path(accel.__file__).parent / "reference"
     assert (bundled / "eagle3" / "model.safetensors").is_file(), "a head has a folder of its own"

@@ -1,4 +1,4 @@
-"""The decoding rule of dParallel (arXiv:2509.26488): each call keeps all tokens below an entropy."""
+"""dParallel (arXiv:2509.26488): each call keeps all tokens below an entropy, which the model was tuned to be below."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from accel.runtime.loop._canvas import Guess, Place
 
 @dataclass(frozen=True)
 class Dparallel(Blocks):
-    """Tokens of masks whose entropy is at most `threshold` nats stay, and always that of the least entropy."""
+    """Tokens of masks whose entropy is at most `threshold` nats stay, and always that of the least entropy.
+
+    `accel-compile train dparallel MODEL --out DIR` makes an adapter with which the model is certain of many masks at
+    once; a build takes it with `--merge-adapter DIR`. The rule alone goes with any model that fills masks.
+    """
 
     threshold: float = option(0.5, least=0)
 
-    lacks = "the training that makes a model certain of many masks at once"
+    key = "dparallel"
 
     def stays(self, guess: Guess, place: Place) -> Any:
         stays = guess.entropy <= self.threshold

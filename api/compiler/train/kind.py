@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import Source
@@ -26,7 +26,9 @@ class Made:
 
 
 class Kind(ABC):
-    """How the file of some methods is made."""
+    """How the file of some methods is made. `folder`: a folder that a build is given, in place of a file that it finds."""
+
+    folder: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

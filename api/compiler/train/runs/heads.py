@@ -112,6 +112,8 @@ class Beside:
 class HeadsRun(Run):
     """Beside a model."""
 
+    folder = True
+
     @classmethod
     def takes(cls, method: type[Any]) -> bool:
         """See Kind."""

@@ -17,21 +17,17 @@ from torch.nn import functional as F
 
 from accel.compiler.measure import watched
 from accel.compiler.optimize import optimize
+from accel.compiler.train.filled import decoded
 from accel.compiler.train.host import HELD, HostKind, Tokens, begun, learn, questions, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import Source
 from accel.ir.errors import InputError
-from accel.runtime.canvas.whole import Whole
-from accel.runtime.decode.context import DecodeContext
-from accel.runtime.decode.row import Row
 from accel.runtime.decode.trained_part import sample
-from accel.runtime.loop import Base
 from accel.runtime.loop._blocks import Blocks
 from accel.runtime.loop._canvas import Guess, Place
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
 from accel.runtime.loop.learn2pd import Learn2pd, read
-from accel.runtime.sample.standard import Standard
 
 BLOCKS = 2  # that each prompt is continued by
 STEPS = 4000
@@ -113,17 +109,6 @@ def examples(model: Any, prompt: Tokens, block: int) -> list[Seen]:
     oracle = Oracle(block=block, answer=answer)
     decoded(model, oracle, prompt, BLOCKS * block)
     return oracle.calls
-
-
-def decoded(model: Any, loop: Base, prompt: Tokens, new: int) -> Tokens:
-    """The tokens [N] behind a prompt, without an end."""
-    row = Row(
-        prompt, Standard(), np.random.default_rng(0), limit=new, max_context=model.facts.max_context
-    )
-    with model.session() as session:
-        for _ in loop.tokens(session, [row], DecodeContext({"canvas": Whole()}, model=model)):
-            pass
-    return np.array(row.tokens, np.int64)
 
 
 def stacked(texts: list[list[Seen]]) -> tuple[Tensor, Tensor, Tensor]:
