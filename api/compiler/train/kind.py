@@ -26,7 +26,7 @@ class Made:
 
 
 class Kind(ABC):
-    """How the file of some methods is made. `folder`: a folder that a build is given, in place of a file that it finds."""
+    """How the file of some methods is made. `folder`: one that a build is given, in place of a file that it finds."""
 
     folder: ClassVar[bool] = False
 
