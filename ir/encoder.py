@@ -32,7 +32,9 @@ class SpeechTokens:
     task: str | None = None
     forced: tuple[int, ...] = ()  # where neither is named
     forces_language: bool = False  # the first of them is one, and none is detected
-    last: int | None = None  # behind all others, for a text without times; the tokens above it are times
+    last: int | None = (
+        None  # behind all others, for a text without times; the tokens above it are times
+    )
     timed: bool = False  # a text has times where a request does not say
     latest: int | None = None  # of them, the first time of a text
 

@@ -575,7 +575,14 @@ class CompiledModel:
         """What will be made, checked before any work. Raises InputError, also if the model is closed."""
         self._sessions.live_backend()
         return samples_of(
-            prompts, params, self.facts, self.tokenizer, self._loop, self._sampler, marks, timestamps
+            prompts,
+            params,
+            self.facts,
+            self.tokenizer,
+            self._loop,
+            self._sampler,
+            marks,
+            timestamps,
         )
 
     def _stream(
