@@ -41,8 +41,8 @@ class SpeechTokens:
     def start(
         self, language: str | None = None, task: str | None = None, timed: bool | None = None
     ) -> list[int]:
-        """What the decoder starts from; `DETECT` for a language that is to be detected. `timed`: see `has_times`. Raises
-        InputError.
+        """What the decoder starts from; `DETECT` for a language that is to be detected. `timed`: see `has_times`.
+        Raises InputError.
         """
         for name, given, known in (
             ("language", language, self.languages),
@@ -76,8 +76,8 @@ class SpeechTokens:
         """Whether a text has times; `asked`: of a request, None where it does not say. Raises InputError."""
         if asked and self.last is None:
             raise InputError(
-                "timestamps: this model's generation configuration names no no_timestamps_token_id, the token below its "
-                "times; leave timestamps out"
+                "timestamps: this model's generation configuration names no no_timestamps_token_id, the token below "
+                "its times; leave timestamps out"
             )
         return self.last is not None and (self.timed if asked is None else asked)
 

@@ -1,4 +1,4 @@
-"""Folders as people publish them: configurations in older spellings, tokens at the edge of a vocabulary, files apart."""
+"""Folders as people publish them: older spellings, tokens at the edge of a vocabulary, weights apart."""
 
 import json
 import shutil
