@@ -22,6 +22,7 @@ _ENDS = {
 }  # fmt: skip
 # tokens by which a message, and not the answer, ends with "<|end|>"
 _MESSAGES = ({"<|return|>", "<|call|>"}, {"<|return|>", "<|calls|>"}, {"<|calls|>", "<|flush|>"})
+_BY_LAYER = {"attention.head_count", "attention.head_count_kv", "feed_forward_length"}
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)")  # the name of a tensor of a layer
 
@@ -254,8 +255,14 @@ class Metadata:
         return self.count("rope.scaling.original_context_length", whole)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above zero of the metadata."""
-        value: int = self._value(key, int, default)
+        """A whole number above zero of the metadata. Of what llama.cpp takes by layer too: a list of one number."""
+        held = self.file.fields.get(f"{self._name}.{key}")
+        if key in _BY_LAYER and isinstance(held, list):
+            value = self.sole_count(key)
+            if 0 in self.layered(key):
+                raise self.wrong(f"{key} is {shown(held)}, and accel reads models with one number")
+            return value
+        value = self._value(key, int, default)
         if not 0 < value < 2**31:
             raise self.wrong(f"{key} is {value}")
         return value
