@@ -258,11 +258,10 @@ class Metadata:
         """A whole number above zero of the metadata. Of what llama.cpp takes by layer too: a list of one number."""
         held = self.file.fields.get(f"{self._name}.{key}")
         if key in _BY_LAYER and isinstance(held, list):
-            value = self.sole_count(key)
             if 0 in self.layered(key):
                 raise self.wrong(f"{key} is {shown(held)}, and accel reads models with one number")
-            return value
-        value = self._value(key, int, default)
+            return self.sole_count(key)
+        value: int = self._value(key, int, default)
         if not 0 < value < 2**31:
             raise self.wrong(f"{key} is {value}")
         return value
