@@ -32,10 +32,18 @@ class SpeechTokens:
     task: str | None = None
     forced: tuple[int, ...] = ()  # where neither is named
     forces_language: bool = False  # the first of them is one, and none is detected
-    last: int | None = None  # behind all others
+    last: int | None = (
+        None  # behind all others, for a text without times; the tokens above it are times
+    )
+    timed: bool = False  # a text has times where a request does not say
+    latest: int | None = None  # of them, the first time of a text
 
-    def start(self, language: str | None = None, task: str | None = None) -> list[int]:
-        """What the decoder starts from; `DETECT` for a language that is to be detected. Raises InputError."""
+    def start(
+        self, language: str | None = None, task: str | None = None, timed: bool | None = None
+    ) -> list[int]:
+        """What the decoder starts from; `DETECT` for a language that is to be detected. `timed`: see `has_times`.
+        Raises InputError.
+        """
         for name, given, known in (
             ("language", language, self.languages),
             ("task", task, self.tasks),
@@ -58,9 +66,20 @@ class SpeechTokens:
             found.append(_named("task", task, self.tasks))
         elif language is not None and "transcribe" in self.tasks:
             found.append(self.tasks["transcribe"])
+        if self.has_times(timed):
+            return found[:-1] if found[-1] == self.last else found
         if self.last is not None and found[-1] != self.last:
             found.append(self.last)
         return found
+
+    def has_times(self, asked: bool | None) -> bool:
+        """Whether a text has times; `asked`: of a request, None where it does not say. Raises InputError."""
+        if asked and self.last is None:
+            raise InputError(
+                "timestamps: this model's generation configuration names no no_timestamps_token_id, the token below "
+                "its times; leave timestamps out"
+            )
+        return self.last is not None and (self.timed if asked is None else asked)
 
     @property
     def largest(self) -> int:

@@ -285,6 +285,27 @@ MODELS = {
             "dim_model_base": 16,
         },
     ),
+    "minicpm4": Model(
+        "minicpm", "GraniteConfig",
+        {
+            **SIZES, **FACTORS, "attention_multiplier": 0.25, "residual_multiplier": 1.4 / 2**0.5,
+            "rope_parameters": {
+                **LONG, "attention_factor": 1.0, "short_factor": LONG["short_factor"][:8],
+                "long_factor": LONG["long_factor"][:8], "original_max_position_embeddings": 256,
+            },
+        },
+        {
+            "embedding_scale": 3.0, "logit_scale": 4.0, "residual_scale": 1.4 / 2**0.5,
+            "rope.scaling.type": "longrope", "rope.scaling.original_context_length": 256,
+        },
+        {
+            "model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"], "scale_emb": 3.0, "scale_depth": 1.4,
+            "dim_model_base": 16, "rope_scaling": {
+                "rope_type": "longrope", "type": "longrope", "short_factor": LONG["short_factor"][:8],
+                "long_factor": LONG["long_factor"][:8], "original_max_position_embeddings": 256,
+            },
+        },
+    ),
     "mistral3": Model(
         "mistral3", "Ministral3Config",
         {

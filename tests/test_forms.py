@@ -190,3 +190,20 @@ def test_zaya_projects_by_its_form_as_by_its_own_code():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         module.conv_qk_depthwise.bias.add_(1.0)  # the control: what is compared depends on it
         assert not torch.allclose(form(module, x)[0], want[0], atol=1e-3)
+
+
+def test_zaya_drafts():
+    """Its state goes back to behind a draft's rejected tokens: what a convolution multiplies by is no token's."""
+    pytest.importorskip("transformers.models.zaya.modeling_zaya")
+    from accel.compiler.smoke.tiny_models import small_model
+
+    model = small_model("zaya")
+    prompt, options = [5, 9, 17, 5, 9, 17, 5, 9], {"max_context": 64, "verify": False}
+    with accel.optimize(model, "prompt-lookup", target="eager", **options) as built:
+        found = built.generate([prompt], max_new_tokens=8, eos=[])
+    text = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(8):
+            last = model(text, use_cache=False).logits[:, -1]
+            text = torch.cat([text, last.argmax(-1, keepdim=True)], 1)
+    assert found.tokens == text[:, len(prompt) :].tolist()

@@ -466,7 +466,10 @@ WRONG = {
     "width": ([("llama.embedding_length", 2**31 - 1, U32)], "embedding_length 2147483647"),
     "middle": ([("llama.feed_forward_length", 2**31 - 1, U32)], "gate_proj.weight is [96, 64] in the checkpoint"),
     "missing": ([("llama.attention.head_count", None, U32)], "lacks llama.attention.head_count"),
-    "list": ([("llama.attention.head_count", [4, 4], None)], "of another kind than accel reads"),
+    "list": ([("llama.embedding_length", [64, 64], None)], "of another kind than accel reads"),
+    "heads": ([("llama.attention.head_count", [4, 2], None)], "head_count is [2, 4], and accel reads"),
+    "no heads": ([("llama.attention.head_count", [4, 0], None)], "head_count is [4, 0], and accel reads"),
+    "few heads": ([("llama.attention.head_count", [4], None)], "head_count is [4], not a number for each"),
     "rotation": (scaling("llama", "longrope", factor=2.0), "rope.scaling.type is longrope"),
     "part": ([("llama.rope.dimension_count", 8, U32)], "rope.dimension_count is 8 for heads of 16"),
     "splits": (bpe("klingon"), "'klingon', splits text"),
@@ -486,6 +489,14 @@ def test_what_does_not_fit_is_refused(name, model, tmp_path):
     with pytest.raises(AccelError) as error:
         accel.optimize(path, "base", max_context=32)
     assert why in str(error.value) and str(path) in str(error.value)
+
+
+def test_counts_by_layer_that_are_one_number(model, plain, tmp_path):
+    """llama.cpp takes them for each layer or for all."""
+    counts = {"attention.head_count": 4, "attention.head_count_kv": 2, "feed_forward_length": 96}
+    more = [(f"llama.{key}", [count, count], None) for key, count in counts.items()]
+    lists = open_source(write(model, "llama", tmp_path / "m.gguf", more=[*bpe(), *more]))
+    assert lists.config().to_dict() == open_source(plain).config().to_dict()
 
 
 def test_a_configuration_of_odd_tokens(model, tmp_path):

@@ -41,7 +41,7 @@ def tensors(case, model):
     if case.kind == "Gemma4TextConfig":
         factors = torch.tensor([1.0] * 4 + [1e30] * 12)
         return [("rope_freqs.weight", factors.numpy())]
-    if case.arch == "phi3":
+    if "short_factor" in case.sizes.get("rope_parameters", {}):
         rope = case.sizes["rope_parameters"]
         kinds = ("long", "short")
         return [

@@ -17,6 +17,7 @@ from accel.ir.capture.encoder import encoder_facts
 from accel.ir.encoder import DETECT
 from accel.ir.errors import InputError
 from accel.runtime.decode.sampling_params import SamplingParams
+from accel.runtime.decode.timestamps import Timestamps
 
 # a token above the one for texts without times is a time to transformers
 CODES = "en zh de es ru ko fr ja pt tr pl ca nl ar sv it id hi fi vi he uk el ms cs ro da hu ta no th ur hr".split()
@@ -82,10 +83,10 @@ def features_of(model, count=3):
     return [3 * rng.standard_normal(facts.features, np.float32) for _ in range(count)]
 
 
-def their_starts(model, sources, language=None, task=None):
+def their_starts(model, sources, language=None, task=None, timed=None):
     """transformers' own first tokens of each source."""
     config = copy.deepcopy(model.generation_config)
-    config.return_timestamps = None
+    config.return_timestamps = timed
     model._set_language_and_task(language, task, None, config)
     given = torch.tensor(np.stack(sources))
     return model._retrieve_init_tokens(
@@ -102,9 +103,13 @@ def test_starts_are_transformers(told, name):
     facts = encoder_facts(model, 64, notes := [])
     languages = [None, "en", "French", "<|de|>"] if "lang_to_id" in config else [None]
     tasks = [None, "translate", "transcribe"] if "task_to_id" in config else [None]
-    for language, task in product(languages, tasks):
-        (want,) = their_starts(model, sources, language, task)
-        got = list(facts.start) if facts.speech is None else facts.speech.start(language, task)
+    times = [None, True, False] if "no_timestamps_token_id" in config else [None]
+    for language, task, timed in product(languages, tasks, times):
+        (want,) = their_starts(model, sources, language, task, timed)
+        if facts.speech is None:
+            got = list(facts.start)
+        else:
+            got = facts.speech.start(language, task, timed)
         assert [w if g == DETECT else g for g, w in zip(got, want, strict=True)] == want
         assert DETECT not in got or want[got.index(DETECT)] in LANGUAGES.values()
     assert not notes
@@ -146,6 +151,69 @@ def test_texts_are_transformers(told, target, artifact):
         assert ready.sample.row.prompt.tolist() == detected[1]  # as an engine takes a request
 
 
+TIMED = {  # in Whisper's order: text, the end, what a text begins with, times
+    "eos_token_id": 50, "pad_token_id": 50, "lang_to_id": {"<|en|>": 51, "<|de|>": 52},
+    "task_to_id": {"translate": 53, "transcribe": 54}, "no_timestamps_token_id": 55, "language": "en",
+}  # fmt: skip
+MORE = [
+    {},
+    {"max_initial_timestamp_index": 2},
+    {"suppress_tokens": [5, 60, 61], "begin_suppress_tokens": [7, 58]},
+    {"return_timestamps": True},
+]
+
+
+def their_text(model, source):
+    """transformers' text of one pass over one source, with times."""
+    with torch.no_grad():
+        found = model.generate(
+            torch.tensor(source[None]), return_timestamps=True, force_unique_generate_call=True,
+            max_new_tokens=12, do_sample=False, num_beams=1,
+        )  # fmt: skip
+    text = found[0].tolist()
+    (start,) = their_starts(model, [source], timed=True)
+    return text[len(start) :] if text[: len(start)] == start else text
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("more", MORE, ids=lambda more: ",".join(more) or "plain")
+def test_times_are_transformers(told, more):
+    model = told(**TIMED, **more)
+    sources = features_of(model, 4)
+    wanted = [their_text(model, source) for source in sources]
+    asked = {} if "return_timestamps" in more else {"timestamps": True}
+    with build(model, target="eager") as built:
+        found = built.generate(encoder_input=sources, max_new_tokens=12, **asked).tokens
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == theirs[: len(ours)]
+            assert len(ours) == 12 or ours[-1] == 50
+        assert all(text[0] > 55 for text in found)
+        assert any(token < 50 for text in found for token in text)
+        plain = built.generate(encoder_input=sources, max_new_tokens=12, timestamps=False)
+        assert plain.tokens != found
+        with built.stream(encoder_input=sources[:1], max_new_tokens=12, **asked) as stream:
+            assert list(stream) == found[0]
+
+
+def test_times_are_those_of_transformers_rule():
+    """Over texts that hold times in any order, and logits of which some rule a token out."""
+    from transformers import GenerationConfig, WhisperTimeStampLogitsProcessor
+
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        latest = int(rng.integers(0, 9)) if rng.random() < 0.5 else None
+        config = GenerationConfig(eos_token_id=18)
+        config.no_timestamps_token_id, config.max_initial_timestamp_index = 20, latest
+        start, size = int(rng.integers(1, 4)), int(rng.integers(0, 6))
+        seen = rng.integers(15, 32, start + size)
+        logits = rng.normal(0, rng.choice([0.1, 1, 4]), 32).astype(np.float32)
+        logits[rng.integers(0, 32, int(rng.integers(0, 4)))] = -np.inf
+        theirs = WhisperTimeStampLogitsProcessor(config, begin_index=start)
+        want = theirs(torch.tensor(seen[None]), torch.tensor(logits[None]))[0].numpy()
+        Timestamps(21, 18, start, latest).restrict(logits, seen)
+        np.testing.assert_array_equal(logits, want)
+
+
 def test_what_is_refused(told):
     with build(told(**FULL), target="eager") as model:
         source = features_of(told(**FULL), 1)
@@ -155,19 +223,27 @@ def test_what_is_refused(told):
             ({"task": "translat"}, "translate"),
             ({"language": ["en", "fr"]}, "for 1 encoder inputs"),
             ({"language": 5}, "language is 5"),
+            ({"timestamps": 1}, "timestamps is 1"),
             ({"language": "en", "prompts": [[1, 40]]}, "is of token ids"),
         ):
             with pytest.raises(InputError, match=words):
                 model.generate(encoder_input=source, **given)
-    with build(told(), target="eager") as model, pytest.raises(InputError, match="names none"):
-        model.generate(encoder_input=source, language="en")
+    for asked in ({"language": "en"}, {"timestamps": True}):
+        with build(told(), target="eager") as model, pytest.raises(InputError, match="names none"):
+            model.generate(encoder_input=source, **asked)
+    for config, words in (
+        ({"lang_to_id": LANGUAGES, "language": "en"}, "names no no_timestamps_token_id"),
+        ({"no_timestamps_token_id": 100}, "lacks tokens above no_timestamps_token_id"),
+        ({"no_timestamps_token_id": 55, "eos_token_id": []}, "lacks an eos_token_id"),
+    ):
+        with build(told(**config), target="eager") as model, pytest.raises(InputError, match=words):
+            model.generate(encoder_input=source, timestamps=True)
 
 
 def test_what_a_configuration_says_in_vain_is_noted(told):
     notes = []
-    encoder_facts(told(**FULL, language="yo", task="sing", return_timestamps=True), 64, notes)
+    encoder_facts(told(**FULL, language="yo", task="sing"), 64, notes)
     assert [note.split(" of the")[0] for note in notes] == [
-        "generate ignores return_timestamps",
         "generate ignores language = 'yo'",
         "generate ignores task = 'sing'",
     ]

@@ -77,6 +77,10 @@ class PromptOptions:
         str | None,
         typer.Option(metavar="NAME", help="Of a speech model: transcribe or translate."),
     ] = None
+    timestamps: Annotated[
+        bool | None,
+        typer.Option(help="Of a speech model: write the times of each piece of text, or none."),
+    ] = None
     session: Annotated[
         Path | None,
         typer.Option(
@@ -208,6 +212,7 @@ def run(
         "encoder_input": None if prompts.source is None else _source(prompts.source),
         "language": prompts.language,
         "task": prompts.task,
+        "timestamps": prompts.timestamps,
         "adapter": adapter,
         "sampling_params": params,
     }

@@ -21,6 +21,7 @@ from accel.compiler.load.hub import model_folder
 from accel.compiler.load.merge import merged
 from accel.compiler.load.second_model import second_model
 from accel.compiler.load.source import Source, open_source, tokenizer_of
+from accel.compiler.load.tokenizer import end_note
 from accel.compiler.measure import measure_missing
 from accel.compiler.pipeline import pipeline, reads_text
 from accel.compiler.quality.calibration import make_calibration, read_calibration, sample
@@ -184,6 +185,9 @@ def build(
     program.facts.notes += notes
     if tokenizer is None and source is not None and source.no_tokenizer is not None:
         program.facts.notes.append(source.no_tokenizer)
+    if tokenizer is not None and source is not None and embedding is None:
+        end = end_note(tokenizer, program.facts.eos)
+        program.facts.notes += [] if end is None else [end]
     if max_context < options.max_context:
         program.facts.notes.append(
             f"max_context is {max_context}, the max_seq_length of the model's directory"

@@ -66,8 +66,9 @@ class Adapter(nn.Module):
             return logits
         name, self.position_name = self.position_name, None
         counted = tokens
+        plain = min(set(range(len(self.paddings) + 1)) - self.paddings)
         for padding in self.paddings:  # which some do not count
-            counted = counted.masked_fill(counted == padding, padding + 1)
+            counted = counted.masked_fill(counted == padding, plain)
         own = self(counted, positions)
         for offset in (0, *(p + 1 for p in self.paddings if p >= 0)):
             self.position_name, self.offset = name, offset

@@ -85,8 +85,6 @@ def _speech(model: Any, first: int, notes: list[str]) -> SpeechTokens | None:
     if not ids and not tasks and last is None:
         return None
     forced = _forced_ids(told) or _forced_ids(model.config)
-    if getattr(told, "return_timestamps", None):
-        notes.append("generate ignores return_timestamps of the generation's configuration")
     languages = _languages(ids or {})
     language, task = getattr(told, "language", None), getattr(told, "task", None)
     known = isinstance(language, str) and language.lower() in languages
@@ -108,6 +106,8 @@ def _speech(model: Any, first: int, notes: list[str]) -> SpeechTokens | None:
         tuple(token for token in forced if token is not None),
         bool(forced) and forced[0] is not None,
         last,
+        bool(getattr(told, "return_timestamps", None)),
+        getattr(told, "max_initial_timestamp_index", None),
     )
 
 

@@ -13,6 +13,7 @@ from accel.ir.errors import InputError
 from accel.ir.suppressed import Suppressed
 from accel.runtime.call import Logits
 from accel.runtime.decode.structured_outputs import Guide
+from accel.runtime.decode.timestamps import Timestamps
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.sample import Distribution, Sampler, numbers
 
@@ -20,7 +21,8 @@ LogitsProcessor = Callable[[Ints, Logits], Any]  # (token ids [n], logits float3
 
 
 class Processed(Sampler):
-    """A sampler over changed logits, as in vLLM: first the tokens that the model rules out, then `logit_bias`, then
+    """A sampler over changed logits, as in vLLM: first the tokens that the model rules out, and where
+    times of speech may stand, then `logit_bias`, then
     `logits_processors` in their order, then the grammar, then all that the sampler does itself.
 
     So the distribution of a token depends on the tokens before it alone, drafted ones too, and every rule that
@@ -36,6 +38,7 @@ class Processed(Sampler):
         guide: Guide | None = None,
         suppressed: Suppressed | None = None,
         start: int | None = None,
+        times: Timestamps | None = None,
     ):
         """`guide`: of one row. `start`: the tokens before the first new one; None: no token is known to be the first.
         Raises InputError for a bias outside the vocabulary.
@@ -51,6 +54,7 @@ class Processed(Sampler):
         self._always = np.array(ruled.always, np.int64)
         self._first = np.array(ruled.first, np.int64)
         self._start = start
+        self._times = times
 
     @property
     def greedy(self) -> bool:
@@ -83,6 +87,8 @@ class Processed(Sampler):
         whole[self._always] = -np.inf
         if seen.size == self._start:
             whole[self._first] = -np.inf
+        if self._times is not None:
+            self._times.restrict(whole, seen)
         whole[self._biased] += self._bias
         for i, processor in enumerate(self._processors):
             whole = self._called(i, processor, whole, seen)

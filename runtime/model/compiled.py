@@ -128,6 +128,8 @@ class CompiledModel:
             language, task: of a speech model such as Whisper: the language that is spoken ("en", "english" or the
                 token), or a list with one for each input, and "transcribe" or "translate". None: as its generation
                 configuration says; a language that this leaves open is detected, for which the encoder runs twice.
+            timestamps: of a speech model: whether its text has the tokens of times, as Whisper's <|0.00|>, at the
+                beginning and end of each piece. None: as `return_timestamps` of its generation configuration says.
             chat_template_kwargs: with messages: arguments of `Tokenizer.apply_chat_template`, such as
                 `tools`, and variables of the template.
             adapter: the name of an adapter that the model was built with or that `load_adapter` added
@@ -155,7 +157,7 @@ class CompiledModel:
         params, given = parse_options(options, max_new_tokens, self.facts)
         prompts = without_messages(prompts, self.tokenizer, given.chat_template_kwargs)
         sources, prompts = self._sources(given, prompts)
-        samples = self._samples(prompts, params)
+        samples = self._samples(prompts, params, timestamps=given.timestamps)
         names = self._sessions.named(given.adapter, len(samples) // params.n)
         context = self._context(given.judge, given.scorer)
         meter = Meter(self.tuning, context.costs)
@@ -564,12 +566,23 @@ class CompiledModel:
         return model_table(self.facts, self.recipe, self.report)
 
     def _samples(
-        self, prompts: Any, params: SamplingParams, marks: frozenset[int] = frozenset()
+        self,
+        prompts: Any,
+        params: SamplingParams,
+        marks: frozenset[int] = frozenset(),
+        timestamps: bool | None = None,
     ) -> list[Sample]:
         """What will be made, checked before any work. Raises InputError, also if the model is closed."""
         self._sessions.live_backend()
         return samples_of(
-            prompts, params, self.facts, self.tokenizer, self._loop, self._sampler, marks
+            prompts,
+            params,
+            self.facts,
+            self.tokenizer,
+            self._loop,
+            self._sampler,
+            marks,
+            timestamps,
         )
 
     def _stream(
@@ -587,13 +600,13 @@ class CompiledModel:
             raise InputError(
                 f"stream gives one sample, not n = {params.n}; use generate for several"
             )
-        samples = self._samples(prompt, params)
+        options = prompt_options or PromptOptions()
+        samples = self._samples(prompt, params, timestamps=options.timestamps)
         if len(samples) != 1:
             raise InputError(
                 f"stream takes one prompt, not {len(samples)}; use generate for several"
             )
         sample = samples[0]
-        options = prompt_options or PromptOptions()
         context = self._context(options.judge, options.scorer)
         meter = Meter(self.tuning, context.costs)
         tokens = self._decode([sample], 1, sources, names, meter, context, session)

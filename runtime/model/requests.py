@@ -18,6 +18,7 @@ from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.decode.row import Row
 from accel.runtime.decode.sampling_params import SamplingOptions, SamplingParams, sampling_params
 from accel.runtime.decode.structured_outputs import Grammar
+from accel.runtime.decode.timestamps import Timestamps
 from accel.runtime.inputs.encoder_inputs import encoder_rows
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.prompts import as_prompts, as_stops, is_text, items_of
@@ -40,6 +41,7 @@ class RequestOptions(SamplingOptions, total=False):
     encoder_input: Any
     language: str | Sequence[str] | None
     task: str | None
+    timestamps: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
     adapter: Any
     judge: JudgeFunction | None
@@ -53,6 +55,7 @@ class PromptOptions:
     encoder_input: Any = None
     language: str | Sequence[str] | None = None
     task: str | None = None
+    timestamps: bool | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     adapter: Any = None
     judge: JudgeFunction | None = None
@@ -85,14 +88,15 @@ def sources_of(
     """The encoder's sources, and the prompts with the tokens that a decoder starts from. Raises InputError."""
     encoder_input = asked.encoder_input
     encoder = facts.encoder
-    if (encoder is None or encoder.speech is None) and (
-        asked.language is not None or asked.task is not None
-    ):
-        name = "language" if asked.language is not None else "task"
+    given = {"language": asked.language, "task": asked.task, "timestamps": asked.timestamps}
+    named = [name for name, value in given.items() if value is not None]
+    if named and (encoder is None or encoder.speech is None):
         raise InputError(
-            f"{name} is for models of speech whose generation configuration names languages or tasks, and this one's "
-            f"names none; leave {name} out"
+            f"{named[0]} is for models of speech whose generation configuration names languages, tasks or a token for "
+            f"texts without times, and this one's names none; leave {named[0]} out"
         )
+    if not isinstance(asked.timestamps, bool | None):
+        raise InputError(f"timestamps is {shown(asked.timestamps)}; give True or False")
     sources = encoder_rows(encoder_input, encoder, tokenizer)
     if encoder is None or sources is None:
         if prompts is None:
@@ -129,7 +133,7 @@ def _starts(
             f"language is {shown(language)} and task {shown(asked.task)}, for {len(sources)} encoder inputs; give "
             "names, or of languages a list of one for each input"
         )
-    found = [encoder.speech.start(one, asked.task) for one in named]
+    found = [encoder.speech.start(one, asked.task, asked.timestamps) for one in named]
     unknown_ = [i for i, start in enumerate(found) if DETECT in start]
     if unknown_:
         for i, token in zip(unknown_, detect([sources[i] for i in unknown_]), strict=True):
@@ -182,10 +186,11 @@ def samples_of(
     loop: Loop,
     default: SampleMethod,
     marks: frozenset[int] = frozenset(),
+    timestamps: bool | None = None,
 ) -> list[Sample]:
     """`n` samples of each prompt, each prompt with its own generator from the seed, of which its later samples' are
-    spawned. `loop`: the one that will make them; `default`: the model's sampler; `marks`: see `Transcript`.
-    Raises InputError.
+    spawned. `loop`: the one that will make them; `default`: the model's sampler; `marks`: see `Transcript`;
+    `timestamps`: of `PromptOptions`. Raises InputError.
     """
     check_makes_text(facts)
     loop.check(tokenizer)
@@ -217,10 +222,13 @@ def samples_of(
         rng = np.random.default_rng(params.seed)
         for generator in [rng, *rng.spawn(params.n - 1)]:
             sampler: Sampler = params.sampler_behind(prompt.size, default)
-            if bias or processors or grammar or facts.suppressed:
+            times = _times(facts, timestamps, prompt.size)
+            if bias or processors or grammar or facts.suppressed or times:
                 guide = None if grammar is None else grammar.begin(prompt.size, ends)
                 start = None if loop.masked_diffusion or loop.blocks else prompt.size
-                sampler = Processed(sampler, size, bias, processors, guide, facts.suppressed, start)
+                sampler = Processed(
+                    sampler, size, bias, processors, guide, facts.suppressed, start, times
+                )
             script = Transcript(tokenizer, stops, prompt, marks)
             row = Row(
                 prompt,
@@ -235,3 +243,15 @@ def samples_of(
             own = () if params.ignore_eos else facts.eos
             samples.append(Sample(row, script, frozenset(own)))
     return samples
+
+
+def _times(facts: Facts, asked: bool | None, start: int) -> Timestamps | None:
+    """Where times may stand in a text behind `start` tokens; None: it has none. Raises InputError."""
+    speech = None if facts.encoder is None else facts.encoder.speech
+    if speech is None or speech.last is None or not speech.has_times(asked):
+        return None
+    zero = speech.last + 1
+    if not facts.eos or zero >= facts.vocab_size:
+        lacks = "an eos_token_id" if not facts.eos else "tokens above no_timestamps_token_id"
+        raise InputError(f"timestamps: this model lacks {lacks}; give timestamps=False")
+    return Timestamps(zero, facts.eos[0], start, speech.latest)

@@ -88,12 +88,21 @@ OPTIONS = {
     "n": st.one_of(st.integers(-1, 5), anything), "logprobs": st.one_of(small, anything),
     "logit_bias": st.one_of(st.dictionaries(ids, st.floats()), st.dictionaries(st.integers(), st.floats()), anything),
     "logits_processors": st.one_of(st.just([lambda seen, logits: logits]), st.just([lambda *_: "a"]), anything),
-    "structured_outputs": anything, "language": anything, "task": anything,
+    "structured_outputs": anything, "language": anything, "task": anything, "timestamps": anything,
 }  # fmt: skip
 OF_PARAMS = {
     k: v
     for k, v in OPTIONS.items()
-    if k not in ("max_new_tokens", "eos", "encoder_input", "sampling_params", "language", "task")
+    if k
+    not in (
+        "max_new_tokens",
+        "eos",
+        "encoder_input",
+        "sampling_params",
+        "language",
+        "task",
+        "timestamps",
+    )
 }
 OF_PARAMS |= {
     "max_tokens": OPTIONS["max_new_tokens"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ from accel.ir.errors import CaptureError, shown
 from accel.ir.weights import Pages
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
@@ -41,9 +43,15 @@ def read_shards(folder: Path) -> Shards:
         shards.tensors = _tensors(folder / SINGLE, shards.pages)
         return shards
     if not (folder / INDEX).is_file():
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        held = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        act = (
+            f"fetch {INDEX} of the same model too"
+            if any(_SHARD.fullmatch(name) for name in names)
+            else "give the checkpoint in transformers' form, as model.save_pretrained(...) writes it"
+        )
         raise CaptureError(
-            f"{folder} holds neither {SINGLE} nor {INDEX}; save the model with "
-            "model.save_pretrained(...), which writes them"
+            f"{folder} holds neither {SINGLE} nor {INDEX}, but {held or 'no weights'}; {act}"
         )
     places = _index(folder / INDEX)
     for file in sorted(set(places.values())):

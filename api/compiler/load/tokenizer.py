@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,19 @@ def _of_object(tokenizer: Any) -> Tokenizer:
     template = getattr(tokenizer, "chat_template", None)
     config = {**special, "chat_template": template, "split_special_tokens": splits}
     return Tokenizer(str(inner.to_str()).encode(), TokenizerConfig.of(config))
+
+
+def end_note(tokenizer: Tokenizer, eos: Sequence[int]) -> str | None:
+    """That the token by which a tokenizer ends a text is none of those that end a model's; None where it is one."""
+    name = tokenizer.config.special.get("eos_token")
+    index = None if name is None else tokenizer.index(name)
+    if index is None or index in eos:
+        return None
+    own = f"tokens {list(eos)}" if eos else "none"
+    return (
+        f"the tokenizer ends a text by {name!r}, token {index}, and the model by {own} (eos_token_id): generate goes "
+        f"on behind {name!r}, as transformers does; give eos=[{index}], or correct generation_config.json"
+    )
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

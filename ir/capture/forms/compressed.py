@@ -14,7 +14,7 @@ from accel.ir.ops.recurrence import causal_conv
 
 def _late(x: Tensor, tokens: int, most: int) -> Tensor:
     """x [B,T,E] of so many tokens before, zeros before the first."""
-    taps = x.new_zeros(x.shape[-1], most + 1)
+    taps = torch.zeros(x.shape[-1], most + 1, dtype=x.dtype, device=x.device)
     taps[:, most - tokens] = 1.0
     return causal_conv(x, taps, None, None, None)[0] if tokens else x
 

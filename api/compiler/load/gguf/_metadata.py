@@ -22,6 +22,8 @@ _ENDS = {
 }  # fmt: skip
 # tokens by which a message, and not the answer, ends with "<|end|>"
 _MESSAGES = ({"<|return|>", "<|call|>"}, {"<|return|>", "<|calls|>"}, {"<|calls|>", "<|flush|>"})
+_BY_LAYER = {"attention.head_count", "attention.head_count_kv", "feed_forward_length"}
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,8})\.(.+)")  # the name of a tensor of a layer
 
 
@@ -213,6 +215,8 @@ class Metadata:
             raise self.wrong(f"rope.scaling.factor is {factor:g}")
         if kind == "linear":
             return {"rope_type": kind, "factor": factor, **theta}
+        if kind == "longrope" and (found := self.longrope()):
+            return found
         own = [
             key for key in ("yarn_attn_factor", "attn_factor") if self.has(f"rope.scaling.{key}")
         ]
@@ -229,8 +233,34 @@ class Metadata:
             "rope_type": kind, "factor": factor, "original_max_position_embeddings": context, **betas, **theta,
         }  # fmt: skip
 
+    def longrope(self) -> dict[str, Any] | None:
+        """`rope_parameters` with the factors of the file's tensors; None where it lacks them."""
+        if not {LONG, SHORT} <= self.file.tensors.keys():
+            return None
+        factors = {
+            f"{kind}_factor": self.factors(name).tolist()
+            for kind, name in (("long", LONG), ("short", SHORT))
+        }
+        return {
+            "rope_type": "longrope",
+            "rope_theta": self.positive("rope.freq_base", 10000.0),
+            "attention_factor": self.positive("rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": self.original_context(),
+            **factors,
+        }
+
+    def original_context(self) -> int:
+        """Tokens from which on the long factors of `longrope` hold."""
+        whole = self.count("context_length")
+        return self.count("rope.scaling.original_context_length", whole)
+
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above zero of the metadata."""
+        """A whole number above zero of the metadata. Of what llama.cpp takes by layer too: a list of one number."""
+        held = self.file.fields.get(f"{self._name}.{key}")
+        if key in _BY_LAYER and isinstance(held, list):
+            if 0 in self.layered(key):
+                raise self.wrong(f"{key} is {shown(held)}, and accel reads models with one number")
+            return self.sole_count(key)
         value: int = self._value(key, int, default)
         if not 0 < value < 2**31:
             raise self.wrong(f"{key} is {value}")

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accel.compiler.load.gguf import Base
+from accel.compiler.load.gguf import FACTORS, Base
 from accel.compiler.load.gguf._blocks import stored
 from accel.compiler.load.gguf._file import GgufTensor
+from accel.compiler.load.gguf._metadata import LONG, SHORT
 from accel.ir.weights import Stored
 
 
 @dataclass(frozen=True)
 class Paired(Base):
     """The rows of queries and keys are put back in the order of the model."""
+
+    read_apart = (FACTORS, LONG, SHORT)
 
     def weight(self, kind: str, name: str, tensor: GgufTensor) -> Stored:
         if kind not in ("attn_q", "attn_k"):
