@@ -87,8 +87,8 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
             ["'distilbert' is a bidirectional encoder", "the nearest causal type is 'bert'"],
         ),
         (
-            {"model_type": "llava", "text_config": {"model_type": "mistral"}},
-            ["a model of images and text", "its text part is a 'mistral': save that part alone"],
+            {"model_type": "kosmos-2", "text_config": {}},
+            ["'kosmos-2' is a model of images and text, not a causal language model"],
         ),
         (
             {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},

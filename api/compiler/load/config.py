@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.compiler.load.quantised import FORMATS
+from accel.ir.capture.arch.text_with_head import text_with_head
 from accel.ir.embedding import Embedding
 from accel.ir.errors import CaptureError
 
@@ -84,9 +85,10 @@ def refuse(
         )
     for name in named:
         if _HEADLESS.search(str(name)):
+            nearest = language_types().get(kind, "one with an output head")
             raise CaptureError(
                 f"{path}: architectures of config.json is {name}, whose head gives no logits "
-                f"over a vocabulary; the nearest class that works is {language_types()[kind]}: save the weights of that"
+                f"over a vocabulary; the nearest class that works is {nearest}: save the weights of that"
             )
 
 
@@ -141,7 +143,7 @@ def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> N
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     causal = causal_types()
-    if kind in language_types():
+    if kind in language_types() or text_type(config or {}) is not None:
         return
     near = _near(kind, causal)
     if kind not in CONFIG_MAPPING_NAMES:
@@ -151,18 +153,39 @@ def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> N
             "transformers needs an upgrade (pip install -U transformers), one with Python code of its own "
             "needs auto_map in its config.json and trust_remote_code=True"
         )
-    inner = (config or {}).get("text_config")
-    text = inner.get("model_type") if isinstance(inner, dict) else None
     nearest = (
-        f"its text part is a '{text}': save that part alone and compile it"
-        if text in causal
-        else f"the nearest causal type is '{near}'"
+        f"the nearest causal type is '{near}'"
         if near
         else f"any of the {len(causal)} causal types works, for example 'llama'"
     )
     raise CaptureError(
         f"{where}: '{kind}' is {_what(kind)}, not a causal language model; {nearest}"
     )
+
+
+def text_type(config: Mapping[str, Any]) -> str | None:
+    """The type of the language model within a model that also reads images or sounds; None where there is no other
+    part, or what is within decodes no text by itself.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto import modeling_auto as auto
+
+    kind, inner = config.get("model_type"), config.get("text_config")
+    several = (
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    if kind in language_types() or not any(kind in some for some in several):
+        return None
+    try:
+        whole = AutoConfig.for_model(kind, **({"text_config": inner} if inner else {}))
+        text = whole.get_text_config()
+    except Exception:  # transformers raises many kinds; loading it will say why
+        return None
+    if text is whole or text.is_encoder_decoder:
+        return None
+    found: str = text.model_type
+    return found if found in causal_types() or found in auto.MODEL_MAPPING_NAMES else None
 
 
 def causal_types() -> dict[str, str]:
@@ -193,8 +216,8 @@ def encoder_decoder_types() -> dict[str, str]:
 
 
 def auto_class(config: dict[str, Any], embedding: Embedding | None = None) -> Any:
-    """The transformers class that loads a configuration's model with its output head; `embedding`: without one, or with
-    that over pairs.
+    """The class that loads a configuration's model with its output head, of transformers where it has one; `embedding`:
+    without a head, or with that over pairs.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto
@@ -204,6 +227,8 @@ def auto_class(config: dict[str, Any], embedding: Embedding | None = None) -> An
         return transformers.AutoModelForSequenceClassification if pairs else transformers.AutoModel
 
     kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
+    if kind not in language_types() and kind in auto.MODEL_MAPPING_NAMES:
+        return text_with_head(str(kind))
     decoder_only = named in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if decoder_only or not config.get("is_encoder_decoder"):
         return transformers.AutoModelForCausalLM

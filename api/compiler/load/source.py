@@ -16,6 +16,7 @@ from accel.compiler.load.config import (
     read_config,
     refuse,
     runs_own_code,
+    text_type,
 )
 from accel.compiler.load.converted import older_files
 from accel.compiler.load.gguf import GgufModel, open_gguf
@@ -24,6 +25,7 @@ from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.quiet import quiet
 from accel.compiler.load.sentence import SentenceRecipe, cross_encoder, sentence_recipe
 from accel.compiler.load.shards import read_shards
+from accel.compiler.load.text_part import text_config, text_tensors
 from accel.compiler.load.tokenizer import of_file, of_gguf, read_tokenizer
 from accel.ir.embedding import Embedding
 from accel.ir.errors import AccelError, CaptureError
@@ -139,6 +141,12 @@ class Folder(Source):
                 raise CaptureError(f"{path}: {error}") from None
             notes += said
         found = self.config(trust_remote_code, embedding)
+        if embedding is None and text_type(config) is not None:
+            stored, others = text_tensors(stored, found)
+            notes.append(
+                f"the language model of a {config['model_type']} alone: {len(others)} tensors of the other parts are "
+                "left out, so it reads text, and no images or sounds"
+            )
         return load_streamed(path, found, stored, shards.pages, notes, embedding=embedding)
 
     def config(self, trust_remote_code: bool = False, embedding: Embedding | None = None) -> Any:
@@ -155,14 +163,18 @@ class Folder(Source):
             ) from error
         if hasattr(found, "quantization_config"):
             del found.quantization_config  # its weights are floats to transformers
-        return found
+        return found if embedding is not None else text_config(found, self._json)
 
     @property
     def vocab_size(self) -> int | None:
         try:
-            size = self._json.get("vocab_size")
+            config = self._json
         except CaptureError:
             return None  # loading it will say why
+        inner = config.get("text_config")
+        size = config.get(
+            "vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None
+        )
         return size if isinstance(size, int) else None
 
     @property
