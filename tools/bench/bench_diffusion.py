@@ -97,9 +97,15 @@ def measure(model: Any, given: Any) -> list[dict[str, Any]]:
     found, shares = [], list[float]()
     own = Session.write
 
-    def write(session: Session, tokens: Any, at: Any, lengths: Any, rows: Any) -> Any:
-        logits = own(session, tokens, at, lengths, rows)
-        shares.append(lengths.max() / session.length)
+    def write(
+        session: Session, tokens: Any, at: Any, lengths: Any, rows: Any, picks: Any = None
+    ) -> Any:
+        logits = own(session, tokens, at, lengths, rows, picks)
+        computed = lengths.max()
+        if picks is not None:  # by the mean layer, of which the lowest compute all that the call is given
+            first = session.facts.picks.first / session.facts.num_layers
+            computed = first * computed + (1 - first) * (picks >= CHOSEN).sum()
+        shares.append(computed / session.length)
         return logits
 
     Session.write = write  # type: ignore[method-assign]

@@ -108,10 +108,11 @@ class CanvasState(SessionObserver, PromptRunner):
         after = np.where(counts > 0, np.maximum(before, last + 1), before)
         if picks is None:
             return self._written(calls, ids, places, counts, after, rows)
-        return self._written(calls, ids, places, counts, after, rows, self._picked(picks, counts))
+        picked = self._picked(picks, places, counts, before)
+        return self._written(calls, ids, places, counts, after, rows, picked)
 
-    def _picked(self, picks: Any, counts: Ints) -> Ints:
-        """The rows of a call that layers compute, checked, [B,K]: of `counts` [B] columns."""
+    def _picked(self, picks: Any, places: Ints, counts: Ints, before: Ints) -> Ints:
+        """The rows of a call that layers compute, checked, [B,K]: of `counts` [B] columns at these places."""
         found = as_ints(picks, "picks")
         if self.leaves_out is None:
             raise InputError(
@@ -128,6 +129,12 @@ class CanvasState(SessionObserver, PromptRunner):
             if np.unique(named).size < named.size or (named >= count).any() or order.size > count:
                 raise InputError(
                     f"the picks of row {row}, {own.tolist()}, must be some of its {count} columns, each once"
+                )
+            new = np.flatnonzero(places[row, :count] >= before[row])
+            if (missing := np.setdiff1d(new, named)).size:
+                raise InputError(
+                    f"token {places[row, missing[0]]} of row {row} is new, and must be among its picks "
+                    f"{own.tolist()}: column {missing[0]}"
                 )
         return found
 
