@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -56,7 +55,9 @@ class Layer:
     def _check(self) -> None:
         where = f"layer {self.number}"
         if isinstance(self.call.target, Conditional):
-            raise PassError(f"{where} runs under a condition already; leave out the method of depth")
+            raise PassError(
+                f"{where} runs under a condition already; leave out the method of depth"
+            )
         if len(self.appends) != 2 or len(self.sites) != 1:
             raise PassError(
                 f"{where} has {len(self.sites)} attentions and writes {len(self.appends)} values, and not keys and "
@@ -98,8 +99,8 @@ class Layer:
         return names.get(str(append.args[0].target))  # type: ignore[union-attr]
 
     def holder(self, value: fx.Node) -> fx.Node:
-        """The input of `part` that a value of the step is."""
-        return self.copies[self.holders[list(self.call.args).index(value)]]
+        """The input of `whole` that a value of the step is."""
+        return self.holders[list(self.call.args).index(value)]
 
     def store(self, detail: str) -> fx.Node:
         """A new state value [B,1,C,E] of the layer, in the step."""
@@ -115,8 +116,8 @@ class Layer:
             state.name, (batch, 1, slots, width), stream.dtype
         )
 
-    def added(self, values: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-        """New inputs of the layer, values of the step: the one of `whole` and the one of `part`, of each."""
+    def added(self, values: Sequence[fx.Node]) -> list[fx.Node]:
+        """New inputs of the layer, values of the step: those of `whole`."""
         found = []
         for value in values:
             pair = []
@@ -126,13 +127,13 @@ class Layer:
                 holder.meta["val"] = value.meta["val"]
                 pair.append(holder)
             self.copies[pair[0]] = pair[1]
-            found.append((pair[0], pair[1]))
+            found.append(pair[0])
         self.call.args = (*self.call.args, *values)
         return found
 
-    def again(self, value: fx.Node, before: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
-        """A value of `whole` computed once more in `part`, before a node, where some values are `known`."""
-        env = {**{h: self.copies[h] for h in self.holders}, **known}
+    def again(self, value: fx.Node, before: fx.Node) -> fx.Node:
+        """A value of `whole` computed of every row in `part`, before a node."""
+        env = {h: self.copies[h] for h in self.holders}
         needed = ancestors([value], stop=set(env))
         with self.part.inserting_before(before):
             for node in self.whole.nodes:
@@ -149,7 +150,7 @@ class Layer:
         editor, step = Editor(self.program, self.part), self.program.step
         place = {self.copies[self.stream]: stream}
         if (held := step.input("positions")) in self.call.args:
-            place[self.holder(held)] = positions
+            place[self.copies[self.holder(held)]] = positions
         with self.part.inserting_after(stream):
             count = editor.call(aten.sym_size.int, picks, 1)
         width = sizes(self.stream)[1]
@@ -246,6 +247,3 @@ def mixed_heads(new: Tensor, place: Tensor, taken: Tensor, old: Tensor) -> Tenso
     """The same of heads: [B,G,K,D] and [B,G,T,D] -> [B,G,T,D]."""
     index = place[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
     return torch.where(taken[:, None, :, None], new.gather(2, index), old)
-
-
-Traced = Callable[..., Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -53,71 +52,73 @@ class Stored(Pass):
 
 
 def _split(program: Program, layer: Layer, of: Branches, flag: fx.Node, picks: fx.Node) -> None:
+    """Give a layer a graph that computes some rows, and let both of its graphs store what its branches add."""
     step = program.step
     terms = {n: t for n, t in ((ATTN, of.attention), (MLP, of.mlp)) if t}
+    own = {name: [t.value for t in some] for name, some in terms.items()}
     stores = {name: layer.store(name) for name in terms}
-    extra = [picks, *stores.values()]
-    extra += [v for n in ("positions", "slots") if (v := step.input(n)) not in layer.call.args]
-    inputs = dict(zip(extra, layer.added(extra), strict=True))
-
-    def held(value: fx.Node, part: bool) -> fx.Node:
-        if value in inputs:
-            return inputs[value][part]
-        holder = layer.holders[list(layer.call.args).index(value)]
-        return layer.copies[holder] if part else holder
+    call = [step.input(n) for n in ("slots", "positions")]
+    layer.added([picks, *stores.values(), *(v for v in call if v not in layer.call.args)])
+    slots, positions, chosen = (layer.holder(v) for v in (*call, picks))
+    held = {name: layer.holder(store) for name, store in stores.items()}
+    _keep(program, layer, own, held, slots)
 
     keys, values = layer.appends
-    own = {name: [t.value for t in some] for name, some in terms.items()}
-    _keep(program, layer, own, {n: held(s, False) for n, s in stores.items()}, held)
-    editor, part = Editor(program, layer.part), layer.part
+    part, new, buffer = layer.part, values.args[1], values.args[0]
+    assert isinstance(new, fx.Node) and isinstance(buffer, fx.Node)
     first = next(n for n in part.nodes if n.op == "call_function")
-    new = layer.again(_node(values.args[1]), first, {})
-    slots, positions, chosen = (held(v, True) for v in (step.input("slots"), step.input("positions"), picks))
+    value = layer.again(new, first)
+    editor, inside = Editor(program, part), layer.copies
     with part.inserting_before(first):
+        operands = inside[layer.stream], value, inside[buffer]
         x, at, place, taken, written = trace(
-            editor, "picked", _picked, layer.copies[layer.stream], new,
-            layer.copies[_node(values.args[0])], slots, positions, chosen, key="picked",
+            editor, "picked", _picked, *operands, *map(inside.__getitem__, (slots, positions, chosen)),
+            key="picked",
         )  # fmt: skip
     last = first.prev
-    layer.rows(x, at, chosen, last)
+    layer.rows(x, at, inside[chosen], last)
     layer.refresh(last)
-    append = layer.copies[keys]
+    append = inside[keys]
+    assert isinstance(append.args[1], fx.Node) and isinstance(append.args[0], fx.Node)
     with part.inserting_before(append):
-        operands = append.args[1], place, taken, append.args[0], slots, positions
-        rows = trace(editor, "keys", _keys, *operands, key="mixed keys")
+        operands = append.args[1], place, taken
+        where = append.args[0], inside[slots], inside[positions]
+        rows = trace(editor, "keys", _keys, *operands, *where, key="mixed keys")
     append.update_arg(1, rows)
-    layer.copies[values].update_arg(1, written)
+    inside[values].update_arg(1, written)
     layer.refresh(append)
-    _join(program, layer, own, {n: held(s, True) for n, s in stores.items()}, (place, taken, slots, positions))
+    _join(program, layer, own, held, (place, taken, inside[slots], inside[positions]))
     narrow(program, part)
     layer.close(flag, [str(s.target) for s in stores.values()])
 
 
-def _keep(program: Program, layer: Layer, own: Any, stores: Any, held: Any) -> None:
+Values = dict[str, list[fx.Node]]
+Stores = dict[str, fx.Node]
+
+
+def _keep(program: Program, layer: Layer, own: Values, stores: Stores, slots: fx.Node) -> None:
     """Let a layer that computes every row store what its branches add."""
     (out,) = layer.whole.find_nodes(op="output")
-    slots = held(program.step.input("slots"), False)
     editor, found = Editor(program, layer.whole), []
     with layer.whole.inserting_before(out):
         for name, store in stores.items():
-            operands = store, slots, *own[name]
-            key = "stores", len(own[name])
+            operands, key = (store, slots, *own[name]), ("stores", len(own[name]))
             found.append(trace(editor, name, _stores, *operands, key=key))
     out.args = ((*out.args[0], *found),)
 
 
-def _join(program: Program, layer: Layer, own: Any, stores: Any, rows: Any) -> None:
+def _join(
+    program: Program, layer: Layer, own: Values, stores: Stores, rows: tuple[fx.Node, ...]
+) -> None:
     """Let the stream of a layer that leaves out rows be what its branches add to that of every row, new or stored."""
     (out,) = layer.part.find_nodes(op="output")
-    place, taken, slots, positions = rows
     editor, found = Editor(program, layer.part), []
     stream = layer.copies[layer.stream]
     with layer.part.inserting_before(out):
         for name, store in stores.items():
             values = [layer.copies[v] for v in own[name]]
-            operands = stream, store, place, taken, slots, positions, *values
-            key = "joins", len(values)
-            stream, stored = trace(editor, name, _joins, *operands, key=key)
+            operands = stream, layer.copies[store], *rows, *values
+            stream, stored = trace(editor, name, _joins, *operands, key=("joins", len(values)))
             found.append(stored)
     out.args = ((stream, *out.args[0][1:], *found),)
 
@@ -173,8 +174,3 @@ def _sum(values: tuple[Tensor, ...]) -> Tensor:
     for other in others:
         first = first + other
     return first
-
-
-def _node(value: object) -> fx.Node:
-    assert isinstance(value, fx.Node)
-    return value

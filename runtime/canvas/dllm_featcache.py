@@ -1,5 +1,5 @@
-"""dLLM-Cache (arXiv:2506.06295): prompt and answer are refreshed at different intervals, and between two refreshes of the answer each
-layer computes the slots whose values changed most.
+"""dLLM-Cache (arXiv:2506.06295): prompt and answer are refreshed at different intervals, and between two refreshes of
+the answer each layer computes the slots whose values changed most.
 """
 
 from __future__ import annotations

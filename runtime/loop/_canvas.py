@@ -185,8 +185,8 @@ class Canvas:
             sheet = self._sheet(i)
             missing = sheet.at >= self.session.lengths[i * self.branches]
             fed[i] = self._method.feeds(sheet) | missing
-            if (part := self._method.part(sheet)) is not None:
-                parts[i] = Part((part.slots | missing) & fed[i], part.more)
+            if (some := self._method.part(sheet)) is not None:
+                parts[i] = Part((some.slots | missing) & fed[i], some.more)
             slots = sheet.at[self.first[i] : end if rest else self.last[i]]
             slots = slots[hidden[i, : counts[i], slots].any(axis=1)]
             asked[i] = slots[fed[i][np.maximum(slots - self._shift, 0)]]
@@ -251,9 +251,9 @@ class Canvas:
             columns = np.flatnonzero(part.slots[one])
             more = min(part.more, int(one.sum()) - columns.size)
             found[i * self.branches] = np.concatenate([np.full(more, CHOSEN), columns])
-        picks = np.full((len(found), max(1, *(one.size for one in found))), NONE)
-        for row, one in zip(picks, found, strict=True):
-            row[: one.size] = one
+        picks = np.full((len(found), max(1, *(own.size for own in found))), NONE)
+        for row, own in zip(picks, found, strict=True):
+            row[: own.size] = own
         return picks
 
     def _guess(self, i: int, ids: Ints, hidden: Mask, slots: Ints, logits: Floats) -> Guess:

@@ -138,7 +138,9 @@ def law_fed_by_block(method):
             age[8:16] = rng.integers(0, step + 1, 8)
             told.append(method.feeds(Sheet(step, 8, 16, now, np.where(now, 0, age), 1)))
         other += any((one != told[0]).any() for one in told)
-    by_layer = method.part(Sheet(1, 8, 16, np.arange(24) >= 8, np.zeros(24, int), 1, 8, 1)) is not None
+    by_layer = (
+        method.part(Sheet(1, 8, 16, np.arange(24) >= 8, np.zeros(24, int), 1, 8, 1)) is not None
+    )
     assert (Invariant.FED_BY_BLOCK in method.breaks) == (other > 0 or by_layer)
 
 

@@ -120,12 +120,18 @@ class CanvasState(SessionObserver, PromptRunner):
                 "canvas that computes some of them, such as dllm-featcache"
             )
         if found.ndim != 2 or len(found) != len(counts) or not found.size:
-            raise InputError(f"picks have shape {list(found.shape)}; give [{len(counts)}, K] columns")
+            raise InputError(
+                f"picks have shape {list(found.shape)}; give [{len(counts)}, K] columns"
+            )
         for row, (own, count) in enumerate(zip(found, counts, strict=True)):
             chosen, named = int((own == CHOSEN).sum()), own[own >= 0]
             order = np.concatenate([np.full(chosen, CHOSEN), named])
-            if not np.array_equal(own, np.pad(order, (0, own.size - order.size), constant_values=NONE)):
-                raise InputError(f"the picks of row {row}, {own.tolist()}, must be -1, then columns, then -2")
+            if not np.array_equal(
+                own, np.pad(order, (0, own.size - order.size), constant_values=NONE)
+            ):
+                raise InputError(
+                    f"the picks of row {row}, {own.tolist()}, must be -1, then columns, then -2"
+                )
             if np.unique(named).size < named.size or (named >= count).any() or order.size > count:
                 raise InputError(
                     f"the picks of row {row}, {own.tolist()}, must be some of its {count} columns, each once"

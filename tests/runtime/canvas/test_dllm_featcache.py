@@ -60,7 +60,9 @@ class Features(Slots):
             return every
         held = self.kept[index]
         named = [i for i in every if places[i] < self.rule.start or int(places[i]) not in held]
-        old = torch.stack([held[int(p)][1] if int(p) in held else v[i] for i, p in enumerate(places)])
+        old = torch.stack(
+            [held[int(p)][1] if int(p) in held else v[i] for i, p in enumerate(places)]
+        )
         answers = sum(int(p) >= self.rule.start for p in places)
         return least_like(v, old, named, int(self.rule.share * answers))
 
@@ -115,7 +117,9 @@ class Plain:
         q, k = (heads(p(normed)).transpose(0, 1)[None] for p in (a.q_proj, a.k_proj))
         q, k = (y[0].transpose(0, 1) for y in apply_rotary_pos_emb(q, k, cos, sin))
         if not store:
-            store.update({n: torch.zeros_like(y) for n, y in (("k", k), ("v", v), ("attn", x), ("mlp", x))})
+            store.update(
+                {n: torch.zeros_like(y) for n, y in (("k", k), ("v", v), ("attn", x), ("mlp", x))}
+            )
         store["v"][fed], store["k"][rows] = v[fed], k[rows]
         many = a.num_key_value_groups
         keys, values = (store[n].repeat_interleave(many, 1).transpose(0, 1) for n in "kv")
@@ -230,12 +234,16 @@ def test_picks_that_no_call_has_are_refused():
         ):
             with pytest.raises(InputError, match=why):
                 session.write([[6, 7, 8]], 0, picks=picks)
-        with pytest.raises(InputError, match="token 3 of row 0 is new, and must be among its picks"):
+        with pytest.raises(
+            InputError, match="token 3 of row 0 is new, and must be among its picks"
+        ):
             session.write([[6, 7, 8, 9]], 0, picks=[[0]])
         assert session.lengths.tolist() == [3]
 
 
-@pytest.mark.parametrize("recipe", [{"kv.codec": {"use": "kv-int8"}}, {"depth": {"use": "by-call"}}])
+@pytest.mark.parametrize(
+    "recipe", [{"kv.codec": {"use": "kv-int8"}}, {"depth": {"use": "by-call"}}]
+)
 def test_what_changes_the_cache_or_its_layers_is_refused(recipe):
     tables = {"loop": {"use": "dllm-lowconf"}, "canvas": {"use": "dllm-featcache"}, **recipe}
     with pytest.raises(accel.RecipeError, match="canvas"):
@@ -254,5 +262,3 @@ def test_options_out_of_range_are_refused():
     for options in ({"prompt": 0}, {"answer": 0}, {"share": 1.5}, {"share": float("nan")}):
         with pytest.raises(accel.RecipeError, match=next(iter(options))):
             AXIS.build("dllm-featcache", **options)
-
-
