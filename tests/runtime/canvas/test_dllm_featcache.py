@@ -15,7 +15,19 @@ from accel.ir.errors import InputError, PassError
 from accel.runtime.canvas.dllm_featcache import DllmFeatcache
 from accel.runtime.loop.dllm_threshold import DllmThreshold
 
-from ...diffusion_case import BLOCK, Fed, Slots, eager, prompts, with_loop, with_steps
+from ...diffusion_case import (
+    BLOCK,
+    NEW,
+    Fed,
+    Slots,
+    decoded,
+    eager,
+    official,
+    prompts,
+    surest,
+    with_loop,
+    with_steps,
+)
 from ..canvas_case import followed
 
 AXIS = Axis("canvas", "accel.runtime.canvas")
@@ -89,6 +101,40 @@ def case(prompt, answer, share):
 
 
 CASES = [case(5, 2, 0.25), case(4, 3, 0.5)]
+
+
+class MostLike(Features):
+    """A broken variant: the rows whose values changed least are computed."""
+
+    def rows(self, index, places, v):
+        return super().rows(index, places, -v)
+
+
+class Late(Intervals):
+    """A broken variant: the answer is refreshed one call too late."""
+
+    def __call__(self, before):
+        fed = super().__call__(before)
+        self.adapts = self.call > 1 and (self.call - 2) % self.answer > 0
+        return fed
+
+
+@pytest.mark.parametrize("slots, rule", [(MostLike, Intervals), (Features, Late)])
+def test_other_rows_and_intervals_are_seen(slots, rule):
+    """The reference by which the law of loops judges the method, broken."""
+    module, compiled = eager(False)
+    given, options = prompts(0, (5, 11)), (5, 3, 0.25)
+
+    def plain(slots, rule):
+        made = [
+            official(module, p, NEW, NEW, surest(1), lambda: rule(*options), slots=slots)
+            for p in given
+        ]
+        return [tokens for tokens, _ in made]
+
+    table = {"use": "dllm-featcache", **case(*options).options}
+    tokens, *_ = decoded(compiled, "dllm-lowconf", given, canvas=table, block=NEW)
+    assert tokens == plain(Features, Intervals) != plain(slots, rule)
 
 
 class Plain:
