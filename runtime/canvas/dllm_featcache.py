@@ -45,6 +45,6 @@ class DllmFeatcache(Base):
 
     def steps(self) -> list[Any]:
         """See Base."""
-        from accel.passes.state.stored import Stored
+        from accel.passes.rows.stored import Stored
 
         return [Stored(self)]

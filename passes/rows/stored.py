@@ -17,8 +17,8 @@ from accel.passes import Pass, Report
 from accel.passes.depth._branches import Branches, branches
 from accel.passes.depth._narrow import narrow
 from accel.passes.fuse.residual import Residual
+from accel.passes.rows.partial import Layer, inverse, mixed, mixed_heads, opened, stored_rows
 from accel.passes.state.layers import Layers
-from accel.passes.state.partial import Layer, inverse, mixed, mixed_heads, opened, stored_rows
 
 ATTN, MLP = "attn", "mlp"
 _EPSILON = 1e-8
@@ -55,13 +55,13 @@ def _split(program: Program, layer: Layer, of: Branches, flag: fx.Node, picks: f
     """Give a layer a graph that computes some rows, and let both of its graphs store what its branches add."""
     step = program.step
     terms = {n: t for n, t in ((ATTN, of.attention), (MLP, of.mlp)) if t}
-    own = {name: [t.value for t in some] for name, some in terms.items()}
+    added = {name: [t.value for t in some] for name, some in terms.items()}
     stores = {name: layer.store(name) for name in terms}
     call = [step.input(n) for n in ("slots", "positions")]
     layer.added([picks, *stores.values(), *(v for v in call if v not in layer.call.args)])
     slots, positions, chosen = (layer.holder(v) for v in (*call, picks))
     held = {name: layer.holder(store) for name, store in stores.items()}
-    _keep(program, layer, own, held, slots)
+    _keep(program, layer, added, held, slots)
 
     keys, values = layer.appends
     part, new, buffer = layer.part, values.args[1], values.args[0]
@@ -87,7 +87,7 @@ def _split(program: Program, layer: Layer, of: Branches, flag: fx.Node, picks: f
     append.update_arg(1, rows)
     inside[values].update_arg(1, written)
     layer.refresh(append)
-    _join(program, layer, own, held, (place, taken, inside[slots], inside[positions]))
+    _join(program, layer, added, held, (place, taken, inside[slots], inside[positions]))
     narrow(program, part)
     layer.close(flag, [str(s.target) for s in stores.values()])
 
@@ -96,19 +96,19 @@ Values = dict[str, list[fx.Node]]
 Stores = dict[str, fx.Node]
 
 
-def _keep(program: Program, layer: Layer, own: Values, stores: Stores, slots: fx.Node) -> None:
+def _keep(program: Program, layer: Layer, added: Values, stores: Stores, slots: fx.Node) -> None:
     """Let a layer that computes every row store what its branches add."""
     (out,) = layer.whole.find_nodes(op="output")
     editor, found = Editor(program, layer.whole), []
     with layer.whole.inserting_before(out):
         for name, store in stores.items():
-            operands, key = (store, slots, *own[name]), ("stores", len(own[name]))
+            operands, key = (store, slots, *added[name]), ("stores", len(added[name]))
             found.append(trace(editor, name, _stores, *operands, key=key))
     out.args = ((*out.args[0], *found),)
 
 
 def _join(
-    program: Program, layer: Layer, own: Values, stores: Stores, rows: tuple[fx.Node, ...]
+    program: Program, layer: Layer, added: Values, stores: Stores, rows: tuple[fx.Node, ...]
 ) -> None:
     """Let the stream of a layer that leaves out rows be what its branches add to that of every row, new or stored."""
     (out,) = layer.part.find_nodes(op="output")
@@ -116,7 +116,7 @@ def _join(
     stream = layer.copies[layer.stream]
     with layer.part.inserting_before(out):
         for name, store in stores.items():
-            values = [layer.copies[v] for v in own[name]]
+            values = [layer.copies[v] for v in added[name]]
             operands = stream, layer.copies[store], *rows, *values
             stream, stored = trace(editor, name, _joins, *operands, key=("joins", len(values)))
             found.append(stored)

@@ -19,7 +19,7 @@ from accel.ir.ops.rows import take_rows
 from accel.ir.picks import EVERY_ROW, NONE, PICKS
 from accel.ir.program import Editor, Program, State, ancestors
 from accel.ir.region import Conditional, Region, layer_calls, sizes
-from accel.ir.state import Part
+from accel.ir.state import Part, name_of, output_of
 from accel.passes.clean.clean import remove_dead
 
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ class Layer:
         program, step = self.program, self.program.step
         stream = self.stream.meta["val"]
         batch, _, width = stream.shape
-        slots = step.input(f"kv.{self.number}.k").meta["val"].shape[2]
+        slots = step.input(name_of(Part.KEYS, self.number)).meta["val"].shape[2]
         dtype = str(stream.dtype).removeprefix("torch.")
         shape = ("B", 1, "C", int(width))
         state = State(Part.OUTPUTS, self.number, dtype, shape, detail=detail)
@@ -186,7 +186,7 @@ class Layer:
             with graph.inserting_after(last):
                 last = graph.call_function(operator.getitem, (call, count + i))
             last.meta["val"] = values[i]
-            outputs[f"{name}.next"] = last
+            outputs[output_of(name)] = last
         self.program.step.set_outputs(outputs)
 
     def refresh(self, first: fx.Node) -> None:
