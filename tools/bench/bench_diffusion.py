@@ -42,6 +42,10 @@ VARIED: dict[str, Tables] = {  # loops with other options than their defaults
     "freedave, dual": ({"use": "freedave"}, DUAL),
     "localleap, dual": ({"use": "localleap"}, DUAL),
     "dllm-entropy, one block": ({"use": "dllm-entropy", "block": 1 << 20}, {}),
+    "dllm-lowconf, featcache, prompt 7": (
+        {"use": "dllm-lowconf"},
+        {"use": "dllm-featcache", "prompt": 7},
+    ),
     "dllm-lowconf, featcache, answer 2": (
         {"use": "dllm-lowconf"},
         {"use": "dllm-featcache", "answer": 2},
