@@ -198,7 +198,7 @@ class Plain:
         return ids[len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("target", ["eager", "onnx"])
+@pytest.mark.parametrize("target", [pytest.param("eager", marks=pytest.mark.long), "onnx"])
 @pytest.mark.parametrize("name", models.FILLERS)
 def test_tokens_of_published_shapes_are_those_of_the_papers_loop(name, target):
     """Two rows together, and the control: other options give other tokens."""
@@ -296,7 +296,7 @@ def test_what_changes_the_cache_or_its_layers_is_refused(recipe):
         accel.optimize(models.llada(), tables, target="eager")
 
 
-@pytest.mark.parametrize("name", ["yoco", "plain_latent"])
+@pytest.mark.parametrize("name", ["yoco", pytest.param("plain_latent", marks=pytest.mark.long)])
 def test_layers_whose_rows_cannot_be_apart_are_named(name):
     """Layers that share a cache, and such as write one value for keys and values."""
     with accel.optimize(getattr(models, name)(), target="eager", max_context=32) as made:
