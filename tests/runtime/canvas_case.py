@@ -30,7 +30,7 @@ class Followed:
 def followed(loop: Any, canvas: Any, shift: bool, given: Any) -> Followed:
     """A loop over prompts, its canvas method (None: all slots)."""
     _, compiled = eager(shift)
-    use = "whole" if canvas is None else canvas.use
+    use = canvas.use if canvas is not None and canvas.steps() else "whole"
     seen = Followed()
     rows = [
         Row(np.array(p), Standard(), np.random.default_rng(0), limit=NEW, max_context=LONGEST)
