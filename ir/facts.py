@@ -17,6 +17,7 @@ from accel.ir.fields import BUILD_ONLY, Fields, Positive, optional_objects, read
 from accel.ir.kv import KvFacts
 from accel.ir.low_rank import LowRank
 from accel.ir.paths import Paths
+from accel.ir.picks import Picks
 from accel.ir.prefill import Prefill
 from accel.ir.selection import Selection
 from accel.ir.suppressed import Suppressed
@@ -80,6 +81,7 @@ class Facts:
     selection: Selection | None = None  # None: calls of a few tokens select as calls of one
     window: Window | None = None  # None: layers with a window keep all tokens
     suppressed: Suppressed | None = None  # None: any token may follow
+    picks: Picks | None = None  # None: every layer computes all rows of a call
 
     @property
     def num_layers(self) -> int:

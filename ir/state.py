@@ -30,6 +30,7 @@ class Part(StrEnum):
     COUNTS = "counts"  # of a whole row: how many kept slots each head has, where they are not equally many
     TABLE = "table"  # which blocks of a pool are a row's
     RECURRENT = "recurrent"  # of the whole row, and replaced by each call
+    OUTPUTS = "outputs"  # by `detail`, what a part of a layer gave
 
 
 class CacheRegion(StrEnum):
@@ -82,6 +83,7 @@ _DETAILED = (
     Part.CHOICE,
     Part.ABSORBED,
     Part.RECURRENT,
+    Part.OUTPUTS,
 )  # whose names end with the detail
 _PLAIN = (Part.MASS, *_DETAILED)  # their role is the part, whatever the region
 

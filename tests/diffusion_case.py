@@ -18,6 +18,7 @@ from torch import nn
 import accel
 from accel.compiler.facts_json import model_facts
 from accel.ir.axis import Axis, find_axes
+from accel.ir.spec import verify
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.canvas.whole import Whole
 from accel.runtime.decode.context import DecodeContext
@@ -32,6 +33,7 @@ from .part_case import written
 
 VOCABULARY, MASK, LONGEST = 41, 40, 96
 _PARTS = TemporaryDirectory()
+_STEPPED: dict[Any, Any] = {}  # programs with the passes of a method of `canvas`
 NEW, BLOCK = 21, 8  # tokens of an answer, whose last block is shorter
 
 
@@ -159,11 +161,12 @@ class Before(NamedTuple):
 
 class Fed(NamedTuple):
     """What the law compares a method of `canvas` with: its options, and `rule()`, for one row: a function of `Before`
-    that says which slots [W] the next call computes.
+    that says which slots [W] the next call computes; `slots(model, rule)`: what is held of the row, and computed.
     """
 
     options: dict[str, Any]
     rule: Callable[[], Callable[[Before], Any]]
+    slots: Callable[[Filler, Any], Any] = lambda model, rule: Slots(model)
 
 
 def canvases() -> list[tuple[str, Fed]]:
@@ -203,11 +206,13 @@ def official(
     feeds: Callable[[], Callable[[Before], Any]] = every,
     early: Any = None,
     slides: bool = False,
+    slots: Callable[[Filler, Any], Any] = lambda model, rule: Slots(model),
 ) -> tuple[list[int], int]:
     """New tokens and calls of one row, by the rules of a `Case` and of a `Fed`."""
     memory: dict[str, Any] = {}
     x = np.array([*prompt, *[MASK] * new])
-    store, rule = Slots(model), feeds()
+    rule = feeds()
+    store = slots(model, rule)
     calls, start, end = 0, len(prompt), len(x)
     masks = np.arange(end) >= start
     while start < end:
@@ -275,15 +280,31 @@ def with_loop(
         options = {"trained": _part_of(compiled, use, block), **options}
     table = {"use": canvas} if isinstance(canvas, str) else canvas
     tables = {"loop": {"use": use, **options}, "canvas": table}
+    fed = {n: value for n, value in table.items() if n != "use"}
     if method.asks.get("draft") == "":
         tables["draft"] = {"use": "model"}
         second = _again(causal()[1].program)
     return _again(
-        compiled.program,
+        with_steps(compiled.program, find_axes()["canvas"].build(table["use"], **fed)),
         tokenizer=compiled.tokenizer,
         recipe={"tables": tables},
         draft_model=second,
     )
+
+
+def with_steps(program: Any, canvas: Any) -> Any:
+    """The program with the passes of a method of `canvas`; the same where it has none."""
+    steps = canvas.steps()
+    if not steps:
+        return program
+    key = id(program), type(canvas)
+    if key not in _STEPPED:
+        made = program.copy()
+        for step in steps:
+            step.run(made)
+        verify(made, canvas.full_name)
+        _STEPPED[key] = program, made
+    return _STEPPED[key][1]
 
 
 def _again(program: Any, **options: Any) -> CompiledModel:

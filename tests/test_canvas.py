@@ -1,6 +1,7 @@
 """Models that see both ways: how they are captured, what their sessions do, and what is refused."""
 
 import itertools
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import models
@@ -58,13 +59,19 @@ def test_models_of_published_shapes_decode_by_every_loop_and_canvas(name):
     axes, given = find_axes(), [[5, 6, 7], [1, 2, 3, 4, 5, 6], [9]]
     kinds = {n: axes["loop"].method(n) for n in axes["loop"].names()}
     fills = [n for n, k in kinds.items() if "canvas" in k.asks and not issubclass(k, TrainedPart)]
-    recipe = {"loop": {"use": "freedave", "block": 8}}
-    with accel.optimize(models.FILLERS[name](), recipe, max_context=64, max_batch=3) as compiled:
-        for use, canvas in itertools.product(fills, axes["canvas"].names()):
-            found = {
-                "loop": axes["loop"].build(use, block=8),
-                "canvas": axes["canvas"].build(canvas),
-            }
+    methods = {n: axes["canvas"].build(n) for n in axes["canvas"].names()}
+    alone_in_graph = [n for n, method in methods.items() if method.steps()]
+    recipes = {n: {"loop": {"use": "dllm-lowconf"}, "canvas": {"use": n}} for n in alone_in_graph}
+    with ExitStack() as stack:
+        builds = {
+            n: stack.enter_context(
+                accel.optimize(models.FILLERS[name](), recipe, max_context=64, max_batch=3)
+            )
+            for n, recipe in {"": {"loop": {"use": "freedave", "block": 8}}, **recipes}.items()
+        }
+        for use, canvas in itertools.product(fills, methods):
+            compiled = builds.get(canvas, builds[""])
+            found = {"loop": axes["loop"].build(use, block=8), "canvas": methods[canvas]}
             if not conflicts(found):
                 compiled._loop, compiled._methods = found["loop"], found
                 if "draft" in found["loop"].asks and compiled.draft_model is None:

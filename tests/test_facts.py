@@ -17,6 +17,7 @@ from accel.ir.fields import Fields
 from accel.ir.kv import KvFacts
 from accel.ir.low_rank import LowRank
 from accel.ir.paths import Paths
+from accel.ir.picks import Picks
 from accel.ir.prefill import Fill, Pick, Prefill, Ranks, Segments
 from accel.ir.selection import Selection
 from accel.ir.suppressed import Suppressed
@@ -47,6 +48,7 @@ FULL = {
     "window": Window(512, 64),
     "low_rank": LowRank((0, 2), (2, 2), (16, 16), (8, 32)),
     "suppressed": Suppressed((3, 9), (4,)),
+    "picks": Picks(1),
 }
 
 

@@ -31,7 +31,12 @@ EVICTION = (
 WINDOW = "window"  # an axis that every recipe has, if it can
 CODEC = "kv.codec"
 OF_CACHE = ("kv.", "prefill")  # how axes begin that say something of the cache
-STEPS = ("kv.reuse", "prefill.ranks", "draft")  # axes of the engine whose methods name passes
+STEPS = (
+    "kv.reuse",
+    "prefill.ranks",
+    "draft",
+    "canvas",
+)  # axes of the engine whose methods name passes
 OF_REQUESTS = frozenset(
     {"sample", "schedule"}
 )  # axes that change nothing of a build, nor of one greedy request

@@ -81,8 +81,10 @@ class Branches:
         return [n for n in self.graph.nodes if n in inside and (n in ends or n not in needed)]
 
 
-def branches(program: Program, call: fx.Node) -> Branches:
-    """Those of a layer's call. Raises PassError where the layer is not a sum of what attention and an MLP add."""
+def branches(program: Program, call: fx.Node, mlp: bool = True) -> Branches:
+    """Those of a layer's call; `mlp`: one of them has to be an MLP. Raises PassError where the layer is not a sum of
+    what attention and an MLP add.
+    """
     region = call.target
     assert isinstance(region, Region)
     (out,) = region.graph.find_nodes(op="output")
@@ -100,7 +102,7 @@ def branches(program: Program, call: fx.Node) -> Branches:
     for term in terms:
         for part in _parts(term, reads):
             (found.attention if reads(part) else found.mlp).append(part)
-    if not found.attention or not found.mlp:
+    if not found.attention or (mlp and not found.mlp):
         raise PassError(
             f"depth: {region.name} is no sum of its input, an attention branch and an MLP branch, so that its branches "
             "cannot be skipped; choose a method that skips whole layers, such as unified-skip"

@@ -119,6 +119,8 @@ def _check_signature(
             controls |= facts.depth.inputs
         if facts.kv is not None:
             controls |= facts.kv.inputs
+        if facts.picks is not None:
+            controls |= facts.picks.inputs
         if facts.adapters is not None:
             controls |= {n: tuple(shape) for n, shape in facts.adapters.shapes().items()}
         wrong |= (_CALL - takes) | ({LOGITS} - gives) | (state.keys() - read) | (held ^ written)

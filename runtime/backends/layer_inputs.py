@@ -11,6 +11,7 @@ import numpy.typing as npt
 from accel.ir.depth import RUN_ATTN, RUN_LAYERS, RUN_MLP, RUN_ROWS, Depth
 from accel.ir.facts import Facts
 from accel.ir.kv import COARSE
+from accel.ir.picks import EVERY_ROW, NONE, PICKS
 
 NEVER = 2.0  # a confidence that no token reaches
 
@@ -62,8 +63,19 @@ def reading(coarse: bool) -> dict[str, npt.NDArray[Any]]:
     return {COARSE: np.array(coarse)}
 
 
+def every_row() -> dict[str, npt.NDArray[Any]]:
+    """The inputs with which layers compute all rows of a call."""
+    return {EVERY_ROW: np.array(True), PICKS: np.full((1, 1), NONE)}
+
+
+def some_rows(picks: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+    """The inputs with which layers compute these rows [B,K] of a call (`ir.picks`)."""
+    return {EVERY_ROW: np.array(False), PICKS: picks}
+
+
 def everything(facts: Facts) -> dict[str, npt.NDArray[Any]]:
-    """The inputs with which all layers run and read all bits; empty for a graph without conditions."""
+    """The inputs with which all layers run on all rows and read all bits; empty for a graph without conditions."""
     depth, kv = facts.depth, facts.kv
     layers = {} if depth is None else whole(depth).arrays(depth)
-    return layers | (reading(False) if kv is not None and kv.coarse else {})
+    rows = {} if facts.picks is None else every_row()
+    return layers | rows | (reading(False) if kv is not None and kv.coarse else {})

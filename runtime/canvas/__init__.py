@@ -12,7 +12,7 @@ import numpy.typing as npt
 from accel.ir.invariants import Method
 from accel.runtime.inputs.ints import Ints
 
-__all__ = ["Base", "Sheet"]
+__all__ = ["Base", "Part", "Sheet"]
 
 Mask = npt.NDArray[np.bool_]
 
@@ -23,7 +23,8 @@ class Sheet:
 
     Attributes: `step`: calls of the block before; `first`, `last`: its slots, the last excluded; `open` [W]: which
     slots are masks to be filled; `age` [W]: calls of the row since a slot was filled or the row began, 0 of masks;
-    `shift`: 1 where the logits of a slot are of the slot after it, else 0.
+    `shift`: 1 where the logits of a slot are of the slot after it, else 0; `start`: slots of the prompt; `call`: calls
+    of the row before.
     """
 
     step: int
@@ -32,6 +33,8 @@ class Sheet:
     open: Mask
     age: Ints
     shift: int
+    start: int = 0
+    call: int = 0
 
     @property
     def every(self) -> Mask:
@@ -50,8 +53,20 @@ class Sheet:
         return found
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which of the slots that a call feeds its layers compute: those of `slots` [W], and `more` others, that each layer
+    chooses.
+    """
+
+    slots: Mask
+    more: int = 0
+
+
 class Base(Method, ABC):
-    """A frozen dataclass whose fields are its options."""
+    """A frozen dataclass whose fields are its options. A method that computes a `part` of what it feeds has a pass
+    (`steps`) that makes layers do so.
+    """
 
     grade: ClassVar[str] = "approximate"
     masked_diffusion: ClassVar[bool] = True  # models that it is for
@@ -62,3 +77,11 @@ class Base(Method, ABC):
         """Which slots [W] the next call of a row computes. Those that the session does not hold yet are computed too.
         A call says something of the masks whose logits it has (`Sheet.asked`): of one or more of the block.
         """
+
+    def part(self, sheet: Sheet) -> Part | None:
+        """Which of them the layers compute; None: all. What the session does not hold yet is computed in any case."""
+        return None
+
+    def steps(self) -> list[Any]:
+        """The passes that it puts into a recipe. Only a build asks, which has torch."""
+        return []

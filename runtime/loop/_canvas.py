@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import AccelError, InputError
-from accel.runtime.canvas import Base, Mask, Sheet
+from accel.ir.picks import CHOSEN, NONE
+from accel.runtime.canvas import Base, Mask, Part, Sheet
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.modes.canvas import CanvasState
@@ -128,6 +129,7 @@ class Canvas:
             hidden[row.prompt.size : end] = True
         self._step = 0  # calls of this block
         self._age = np.zeros(self.open.shape, np.int64)
+        self._calls = np.zeros(len(rows), np.int64)
 
     def advance(self) -> bool:
         """Go to the next block; whether any row has one."""
@@ -177,13 +179,14 @@ class Canvas:
         [B,branches,W] in each, and which tokens a branch holds, its `ids` say. It computes the slots that the method
         names; logits of a slot may be those of the slot before it.
         """
-        fed, asked = {}, {}
+        fed, asked, parts = {}, {}, {}
         for i in np.flatnonzero(counts).tolist():
             end = int(self.sight[i])
             sheet = self._sheet(i)
-            fed[i] = self._method.feeds(sheet) | (
-                sheet.at >= self.session.lengths[i * self.branches]
-            )
+            missing = sheet.at >= self.session.lengths[i * self.branches]
+            fed[i] = self._method.feeds(sheet) | missing
+            if (some := self._method.part(sheet)) is not None:
+                parts[i] = Part((some.slots | missing) & fed[i], some.more)
             slots = sheet.at[self.first[i] : end if rest else self.last[i]]
             slots = slots[hidden[i, : counts[i], slots].any(axis=1)]
             asked[i] = slots[fed[i][np.maximum(slots - self._shift, 0)]]
@@ -192,9 +195,10 @@ class Canvas:
                     f"{self._method.full_name} computes no mask of the block that row {i} is at (call {self._step} of "
                     "it); let feeds name one or more (Sheet.asked)"
                 )
-        logits = self._called(counts, fed, asked)
+        logits = self._called(counts, fed, asked, parts)
         self._step += 1
         for i in fed:
+            self._calls[i] += 1
             self._age[i] = np.where(self.open[i], 0, self._age[i] + 1)
         found: dict[int, list[Guess]] = {}
         for i, slots in asked.items():
@@ -209,11 +213,19 @@ class Canvas:
         """A row as the method sees it."""
         end = int(self.sight[i])
         place = self._step, int(self.first[i]), int(self.last[i])
-        return Sheet(*place, self.open[i, :end], self._age[i, :end], self._shift)
+        row = self.rows[i].prompt.size, int(self._calls[i])
+        return Sheet(*place, self.open[i, :end], self._age[i, :end], self._shift, *row)
 
-    def _called(self, counts: Ints, fed: dict[int, Mask], asked: dict[int, Ints]) -> Floats:
+    def _called(
+        self,
+        counts: Ints,
+        fed: dict[int, Mask],
+        asked: dict[int, Ints],
+        parts: dict[int, Part],
+    ) -> Floats:
         """Write the slots that are `fed` [W] of the first `counts` branches of each row, or of all branches where later
-        calls of these may read them; logits [B,N,V] of the slots that are `asked` [N].
+        calls of these may read them; logits [B,N,V] of the slots that are `asked` [N]. `parts`: what layers compute,
+        of rows whose layers do not compute all that is fed.
         """
         later = self.branches > 1 and self._method.reads and not self._step
         sizes = np.zeros((len(self.rows), self.branches), np.int64)
@@ -228,7 +240,21 @@ class Canvas:
             )
         tokens = np.take_along_axis(self.ids, places, 2)
         ids, at, rows = (part.reshape(-1, part.shape[2]) for part in (tokens, places, columns))
-        return self.session.write(ids, at, sizes.reshape(-1), rows)
+        picks = self._picks(fed, parts) if parts else None
+        return self.session.write(ids, at, sizes.reshape(-1), rows, picks)
+
+    def _picks(self, fed: dict[int, Mask], parts: dict[int, Part]) -> Ints:
+        """What the layers of a call compute (`Session.write`), [B,K]."""
+        found = [np.zeros(0, np.int64)] * len(self.rows) * self.branches
+        for i, one in fed.items():
+            part = parts.get(i, Part(one))
+            columns = np.flatnonzero(part.slots[one])
+            more = min(part.more, int(one.sum()) - columns.size)
+            found[i * self.branches] = np.concatenate([np.full(more, CHOSEN), columns])
+        picks = np.full((len(found), max(1, *(own.size for own in found))), NONE)
+        for row, own in zip(picks, found, strict=True):
+            row[: own.size] = own
+        return picks
 
     def _guess(self, i: int, ids: Ints, hidden: Mask, slots: Ints, logits: Floats) -> Guess:
         """What logits [n,V] of slots [n] say of those that are `hidden` [W] of a row that holds `ids` [W]. No guess is

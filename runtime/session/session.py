@@ -416,14 +416,17 @@ class Session:
             )
         return editable.edit(core, start, stop, tokens, row)
 
-    def write(self, tokens: Any, at: Any, lengths: Any = None, rows: Any = None) -> Logits:
+    def write(
+        self, tokens: Any, at: Any, lengths: Any = None, rows: Any = None, picks: Any = None
+    ) -> Logits:
         """Overwrite or append tokens [B,T], and return the logits [B,N,V] of columns `rows` [B,N] (default: all).
         Needs a masked-diffusion model. Other tokens of the row keep their keys and values.
 
         `at`: the place in its row of the first token, an int or [B], at most the row's length; the others follow it. Or
         the place of each token, [B,T], rising; what comes behind all that a row holds leaves no gap. `lengths` [B],
-        each 0..T: valid tokens; the rest, on the right, is padding. Raises InputError; after any other error the
-        tokens of the call must be written again.
+        each 0..T: valid tokens; the rest, on the right, is padding. `picks` [B,K], of a model whose layers leave out
+        rows (`ir.picks`): the columns that layers compute, behind a -1 for each that a layer chooses, then -2; default:
+        all. Raises InputError; after any other error the tokens of the call must be written again.
         """
         core = self._open()
         if (canvas := self.observer(CanvasState)) is None:
@@ -431,7 +434,7 @@ class Session:
                 "this model is causal, so cached tokens cannot be overwritten; rewind and run new "
                 "tokens instead"
             )
-        return canvas.write(core, tokens, at, lengths, rows)
+        return canvas.write(core, tokens, at, lengths, rows, picks)
 
     def rewind(self, length: Any) -> None:
         """Remove all tokens from `length` on: an int, or one per row [B].

@@ -30,6 +30,7 @@ class Followed:
 def followed(loop: Any, canvas: Any, shift: bool, given: Any) -> Followed:
     """A loop over prompts, its canvas method (None: all slots)."""
     _, compiled = eager(shift)
+    use = canvas.use if canvas is not None and canvas.steps() else "whole"
     seen = Followed()
     rows = [
         Row(np.array(p), Standard(), np.random.default_rng(0), limit=NEW, max_context=LONGEST)
@@ -37,11 +38,11 @@ def followed(loop: Any, canvas: Any, shift: bool, given: Any) -> Followed:
     ]
     own = Canvas.look, Canvas.commit
 
-    with with_loop(compiled, "dllm-lowconf") as made, made.session(len(rows)) as session:
+    with with_loop(compiled, "dllm-lowconf", use) as made, made.session(len(rows)) as session:
         write = session.write
 
-        def written(tokens, at, lengths, columns):
-            logits = write(tokens, at, lengths, columns)
+        def written(tokens, at, lengths, columns, picks=None):
+            logits = write(tokens, at, lengths, columns, picks)
             seen.logits.append(logits.copy())
             places = at[0, : lengths[0]].tolist()
             seen.fed.append(dict(zip(places, tokens[0, : lengths[0]].tolist(), strict=True)))

@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from turns import head, row
 
 import accel
 from accel.ir.axis import find_axes, host_method
+from accel.ir.picks import CHOSEN
 from accel.runtime.session.session import Session
 
 PLAIN, PLAIN_OF_BLOCKS = "dllm-lowconf", "autoregressive"
@@ -40,6 +42,14 @@ VARIED: dict[str, Tables] = {  # loops with other options than their defaults
     "freedave, dual": ({"use": "freedave"}, DUAL),
     "localleap, dual": ({"use": "localleap"}, DUAL),
     "dllm-entropy, one block": ({"use": "dllm-entropy", "block": 1 << 20}, {}),
+    "dllm-lowconf, featcache, prompt 7": (
+        {"use": "dllm-lowconf"},
+        {"use": "dllm-featcache", "prompt": 7},
+    ),
+    "dllm-lowconf, featcache, answer 2": (
+        {"use": "dllm-lowconf"},
+        {"use": "dllm-featcache", "answer": 2},
+    ),
     "learn2pd, end filled": ({"use": "learn2pd", "end": "filled"}, {}),
     "learn2pd, end guessed": ({"use": "learn2pd", "end": "guessed"}, {}),
     "apd, recompute-window": ({"use": "apd"}, {"use": "recompute-window"}),
@@ -80,6 +90,14 @@ def loops(blocks: bool, block: int, only: list[str] | None = None) -> dict[str, 
     return found if only is None else {n: t for n, t in found.items() if n in (*first, *only)}
 
 
+def rewriting(given: Any) -> dict[str, Any]:
+    """A recipe for each method of `canvas`, among the loops that are measured, that changes the graph."""
+    uses = {canvas["use"] for _, canvas in loops(False, 1, given.loops).values() if canvas}
+    made = {use: find_axes()["canvas"].build(use) for use in sorted(uses)}
+    tables = {"loop": {"use": PLAIN}}
+    return {use: {**tables, "canvas": {"use": use}} for use, one in made.items() if one.steps()}
+
+
 def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[str, str]]:
     """Prompts of about `tokens` tokens that no training seed gave, and their answers, of at most `new` tokens."""
     fours = max(1, new // (4 * tasks.TOKENS_PER_LINE["copy"]))  # of lines, of `rest`
@@ -92,14 +110,24 @@ def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[st
         yield "".join(text for text, _ in pieces[:-2]), pieces[-2][0]
 
 
-def measure(model: Any, given: Any) -> list[dict[str, Any]]:
-    """A line for each loop, task and prompt."""
+def measure(models: dict[str, Any], given: Any) -> list[dict[str, Any]]:
+    """A line for each loop, task and prompt. models: by the method of `canvas` that they were built with, `whole` for
+    those that change no graph.
+    """
     found, shares = [], list[float]()
-    own = Session.write
+    own, model = Session.write, models["whole"]
 
-    def write(session: Session, tokens: Any, at: Any, lengths: Any, rows: Any) -> Any:
-        logits = own(session, tokens, at, lengths, rows)
-        shares.append(lengths.max() / session.length)
+    def write(
+        session: Session, tokens: Any, at: Any, lengths: Any, rows: Any, picks: Any = None
+    ) -> Any:
+        logits = own(session, tokens, at, lengths, rows, picks)
+        computed = lengths.max()
+        if (
+            picks is not None
+        ):  # by the mean layer, of which the lowest compute all that the call is given
+            first = model.facts.picks.first / model.facts.num_layers
+            computed = first * computed + (1 - first) * (picks >= CHOSEN).sum()
+        shares.append(computed / session.length)
         return logits
 
     Session.write = write  # type: ignore[method-assign]
@@ -110,6 +138,7 @@ def measure(model: Any, given: Any) -> list[dict[str, Any]]:
             every = loops(model.facts.blocks is not None, given.block, given.loops)
             for name, (table, canvas) in every.items():
                 tables = {"loop": table, "canvas": canvas}
+                model = models.get(canvas.get("use", ""), models["whole"])
                 model._loop = host_method(tables, "loop", PLAIN)
                 model._methods = {
                     **model._methods,
@@ -177,10 +206,16 @@ def main() -> None:
     blocks = json.loads((given.model / "config.json").read_text()).get("block_size")
     draft = {"use": "model", "path": str(given.second), "weights": ""}
     recipe = "sdlm" if blocks else {"loop": {"use": "apd"}, "draft": draft}
-    model = accel.optimize(given.model, recipe, max_context=512, verify=False)
-    with model:
-        model.generate("x", max_new_tokens=4)  # chooses kernels
-        lines = measure(model, given)
+    with ExitStack() as stack:
+        models = {
+            use: stack.enter_context(
+                accel.optimize(given.model, one, max_context=512, verify=False)
+            )
+            for use, one in {"whole": recipe, **rewriting(given)}.items()
+        }
+        for model in models.values():
+            model.generate("x", max_new_tokens=4)  # chooses kernels
+        lines = measure(models, given)
     if given.json:
         given.json.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
     table(lines)

@@ -9,6 +9,8 @@ import numpy as np
 from accel.ir.diffusion import Diffusion
 from accel.ir.errors import InputError
 from accel.ir.paths import Paths
+from accel.ir.picks import CHOSEN, NONE, Picks
+from accel.runtime.backends.layer_inputs import every_row, some_rows
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Logits
 from accel.runtime.inputs.calls import call_tokens
@@ -41,8 +43,14 @@ class CanvasState(SessionObserver, PromptRunner):
     rewrites = True
     capabilities = Capabilities(width=1, chunks=False)  # rows of a call see each other
 
-    def __init__(self, diffusion: Diffusion | None, batch: int, paths: Paths | None = None):
-        self.diffusion, self.paths = diffusion, paths
+    def __init__(
+        self,
+        diffusion: Diffusion | None,
+        batch: int,
+        paths: Paths | None = None,
+        leaves_out: Picks | None = None,
+    ):
+        self.diffusion, self.paths, self.leaves_out = diffusion, paths, leaves_out
         self.filled = np.zeros(batch, np.int64)
         self.places = np.zeros((batch, 0), np.int64)
 
@@ -52,7 +60,7 @@ class CanvasState(SessionObserver, PromptRunner):
         facts = model.facts
         if not facts.both_ways:
             return None
-        return ObserverFactory(lambda n: cls(facts.diffusion, n, facts.paths))
+        return ObserverFactory(lambda n: cls(facts.diffusion, n, facts.paths, facts.picks))
 
     @property
     def mask(self) -> int | None:
@@ -74,7 +82,9 @@ class CanvasState(SessionObserver, PromptRunner):
         moves.make(backend)
         return False
 
-    def write(self, calls: Calls, tokens: Any, at: Any, lengths: Any, rows: Any) -> Logits:
+    def write(
+        self, calls: Calls, tokens: Any, at: Any, lengths: Any, rows: Any, picks: Any = None
+    ) -> Logits:
         """See `Session.write`."""
         before, where = calls.lengths, as_ints(at, "at")
         if where.ndim < 2:
@@ -96,7 +106,43 @@ class CanvasState(SessionObserver, PromptRunner):
             _check_places(places, ids.shape, counts, before, calls.max_context)
         last = np.take_along_axis(places, np.maximum(counts - 1, 0)[:, None], 1)[:, 0]
         after = np.where(counts > 0, np.maximum(before, last + 1), before)
-        return self._written(calls, ids, places, counts, after, rows)
+        if picks is None:
+            return self._written(calls, ids, places, counts, after, rows)
+        picked = self._picked(picks, places, counts, before)
+        return self._written(calls, ids, places, counts, after, rows, picked)
+
+    def _picked(self, picks: Any, places: Ints, counts: Ints, before: Ints) -> Ints:
+        """The rows of a call that layers compute, checked, [B,K]: of `counts` [B] columns at these places."""
+        found = as_ints(picks, "picks")
+        if self.leaves_out is None:
+            raise InputError(
+                "every layer of this model computes all rows of a call; leave picks out, or build with a method of "
+                "canvas that computes some of them, such as dllm-featcache"
+            )
+        if found.ndim != 2 or len(found) != len(counts) or not found.size:
+            raise InputError(
+                f"picks have shape {list(found.shape)}; give [{len(counts)}, K] columns"
+            )
+        for row, (own, count) in enumerate(zip(found, counts, strict=True)):
+            chosen, named = int((own == CHOSEN).sum()), own[own >= 0]
+            order = np.concatenate([np.full(chosen, CHOSEN), named])
+            if not np.array_equal(
+                own, np.pad(order, (0, own.size - order.size), constant_values=NONE)
+            ):
+                raise InputError(
+                    f"the picks of row {row}, {own.tolist()}, must be -1, then columns, then -2"
+                )
+            if np.unique(named).size < named.size or (named >= count).any() or order.size > count:
+                raise InputError(
+                    f"the picks of row {row}, {own.tolist()}, must be some of its {count} columns, each once"
+                )
+            new = np.flatnonzero(places[row, :count] >= before[row])
+            if (missing := np.setdiff1d(new, named)).size:
+                raise InputError(
+                    f"token {places[row, missing[0]]} of row {row} is new, and must be among its picks "
+                    f"{own.tolist()}: column {missing[0]}"
+                )
+        return found
 
     def run(
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
@@ -113,10 +159,17 @@ class CanvasState(SessionObserver, PromptRunner):
         return logits
 
     def _written(
-        self, calls: Calls, ids: Ints, places: Ints, counts: Ints, after: Ints, rows: Any
+        self,
+        calls: Calls,
+        ids: Ints,
+        places: Ints,
+        counts: Ints,
+        after: Ints,
+        rows: Any,
+        picks: Ints | None = None,
     ) -> Logits:
         """One graph call, after one of padding where what rows have forgotten would stay in sight. Row i writes the
-        first counts[i] of its tokens, whose places rise, and then holds after[i].
+        first counts[i] of its tokens, whose places rise, and then holds after[i]. Layers compute `picks` [B,K].
         """
         width, before = ids.shape[1], calls.lengths
         columns = np.arange(width)
@@ -129,7 +182,15 @@ class CanvasState(SessionObserver, PromptRunner):
             blank = np.zeros((calls.batch, int((self.filled - before).max())), np.int64)
             calls.step(blank, blank - 1, before, blank[:, :1], 0)
         positions = np.where(columns < counts[:, None], places, -1)
-        logits = calls.step(ids, positions, first, rows, int(counts.sum()))
+        real = int(counts.sum())
+        if picks is None:
+            logits = calls.step(ids, positions, first, rows, real)
+        else:
+            calls.backend.control(some_rows(picks))
+            try:
+                logits = calls.step(ids, positions, first, rows, real)
+            finally:
+                calls.backend.control(every_row())
         calls.lengths = self.filled = after
         return logits
 

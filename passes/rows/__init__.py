@@ -1,0 +1,1 @@
+"""Layers that compute some rows of a call."""
