@@ -39,7 +39,7 @@ FULL = {
     "diffusion": Diffusion(7, shift=True),
     "blocks": Blocks(7, 4),
     "paths": Paths(2, 8, 4.0, 3, 1),
-    "draft_head": DraftHead(("stream.1", "final"), 8, 32, 16),
+    "draft_head": DraftHead("eagle3", ("stream.1", "final"), 8, 32, 16),
     "embedding": Embedding("last", False, 384, True),
     "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
     "units": Units(80, 320, 16),

@@ -29,7 +29,9 @@ class DFlashConfig:
         """What its sessions take and give: features end with a 1, which rows of a block lack."""
         width = self.layers.hidden_size
         all_taps = width * len(self.taps)
-        return DraftHead(self.taps, width + 1, all_taps, width, block=self.block, mask=self.mask)
+        return DraftHead(
+            "dflash", self.taps, width + 1, all_taps, width, block=self.block, mask=self.mask
+        )
 
 
 class DFlash(nn.Module):

@@ -22,7 +22,7 @@ class Mtp(nn.Module):
     def __init__(self, layers: Any):
         super().__init__()
         width = layers.config.hidden_size
-        self.draft_head = DraftHead((FINAL,), width, width, width, fused=False)
+        self.draft_head = DraftHead("mtp", (FINAL,), width, width, width, fused=False)
         self.stand_ins = StandIns(self.draft_head, width)
         self.layers = layers
 

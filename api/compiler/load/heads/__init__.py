@@ -22,7 +22,7 @@ from accel.ir.errors import CaptureError
 from accel.ir.weights import Stored, stand_in
 
 Config = Mapping[str, Any]  # of config.json
-BIN = "pytorch_model.bin"
+BINS = ("pytorch_model.bin", "medusa_lm_head.pt")
 _EMBEDDING = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?embed_tokens\.weight$")
 
 
@@ -33,8 +33,8 @@ class HeadFormat:
     method: the drafter that drafts with such a head. is_head: whether a config.json is of this format. vocab_size: of
     the target. target_width: of the target's hidden states, as far as it is said. load: the head in a folder, for a
     target of so many layers in a directory, if that is known. within: it lies in the folder of a model, which it drafts
-    for. check: raises CaptureError where a folder has none, before any weight is read. unscaled: it reads the target's
-    embedding as it is stored.
+    for. missing: what a config.json leaves out, by the tensors. check: raises CaptureError where a folder has none,
+    before any weight is read. unscaled: it reads the target's embedding as it is stored.
     """
 
     method: str
@@ -45,6 +45,7 @@ class HeadFormat:
     within: bool = False
     check: Callable[[Path, Config], None] | None = None
     unscaled: bool = False
+    missing: Callable[[Path, Config], Config] | None = None
 
 
 @cache
@@ -88,8 +89,8 @@ def number(path: Path, config: Config, name: str, least: int = 1) -> int:
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
     """All tensors of a head by name. Raises CaptureError where a file is missing or damaged."""
-    file = path / BIN
-    if any(path.glob("*.safetensors")) or not file.is_file():
+    file = next((path / name for name in BINS if (path / name).is_file()), None)
+    if file is None or any(path.glob("*.safetensors")):
         return read_shards(path).tensors
     try:
         found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
@@ -124,6 +125,19 @@ def fill(
         if not bool(torch.isfinite(tensors[name].float()).all()):
             raise CaptureError(f"{path}: {name} holds numbers that are not finite; fetch it again")
         parameter.data = tensors[name].float()
+
+
+def target_ids(path: Path, drafted: Tensor, count: int, vocabulary: int) -> Tensor:
+    """The target's id of each draft token, from how far they are apart."""
+    found = drafted.long().flatten() + torch.arange(len(drafted.flatten()))
+    if len(found) != count or not bool(((found >= 0) & (found < vocabulary)).all()):
+        raise CaptureError(
+            f"{path}: d2t names {len(found)} tokens, of {count} in the draft vocabulary and {vocabulary} in the "
+            "target's; fetch the head again"
+        )
+    if len(found.unique()) != count:
+        raise CaptureError(f"{path}: d2t names a token of the target twice; fetch the head again")
+    return found
 
 
 def stored_of(path: Path, config: Config) -> dict[str, Stored]:

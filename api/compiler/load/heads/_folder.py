@@ -8,7 +8,7 @@ from typing import Any
 
 from accel.compiler.load.checkpoint import Loaded
 from accel.compiler.load.config import read_config
-from accel.compiler.load.heads import BIN, Config, HeadFormat, format_of
+from accel.compiler.load.heads import BINS, Config, HeadFormat, format_of
 from accel.compiler.load.source import Source
 from accel.ir.embedding import Embedding
 from accel.ir.errors import CaptureError
@@ -34,13 +34,19 @@ class HeadFolder(Source):
         """Raises CaptureError where it is of no head."""
         if (found := format_of(self.json, self.method)) is None:
             raise CaptureError(
-                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE-3 or DFlash "
-                "head, or of speculators' format"
+                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE-3, DFlash or "
+                "Medusa head, or of speculators' format"
             )
         return found
 
+    @cached_property
+    def sizes(self) -> Config:
+        """The same, and what it leaves out. Raises CaptureError."""
+        missing = self.format.missing
+        return self.json if missing is None else {**missing(self.path, self.json), **self.json}
+
     def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded:
-        return self.format.load(self.path, self.json, self.layers, self.home)
+        return self.format.load(self.path, self.sizes, self.layers, self.home)
 
     def config(self, trust_remote_code: bool = False) -> Any:
         raise CaptureError(
@@ -50,11 +56,13 @@ class HeadFolder(Source):
 
     @property
     def vocab_size(self) -> int | None:
-        return self.format.vocab_size(self.json) or None
+        return self.format.vocab_size(self.sizes) or None
 
     @property
     def has_weights(self) -> bool:
-        return (self.path / BIN).is_file() or any(self.path.glob("*.safetensors"))
+        return any((self.path / name).is_file() for name in BINS) or any(
+            self.path.glob("*.safetensors")
+        )
 
     @property
     def tokenizer(self) -> Tokenizer | None:

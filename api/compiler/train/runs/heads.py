@@ -63,8 +63,8 @@ class Beside:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.head = Eagle3(self.config)
-        if not self.head.whole:
-            self.head.set_vocabulary(self.common[: self.vocabulary].sort().values)
+        if not self.head.words.whole:
+            self.head.words.set_ids(self.common[: self.vocabulary].sort().values)
         named = self.head.named_parameters()
         return {0: {n: p for n, p in named if not n.startswith("stand_ins.")}}
 
@@ -168,10 +168,10 @@ class HeadsRun(Run):
                 ),
             },
         }
-        if not head.whole:
+        if not head.words.whole:
             ids = self.soft.common[: head.lm_head.out_features].sort().values
             tensors["d2t"] = ids - torch.arange(len(ids))
-            tensors["t2d"] = head.drafted
+            tensors["t2d"] = head.words.drafted
         with AtomicOutputDir(out) as folder:
             (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             save_file(tensors, folder / "model.safetensors", {**about, "format": "pt"})
@@ -188,7 +188,7 @@ def unrolled(
     guesses those of place t, whose keys and values are `guessed`.
     """
     h = head.fuse(taps[:, :-1])
-    wanted = says if head.whole else says[..., head.drafted]
+    wanted = head.words.of(says)
     losses, right, guessed = list[Tensor](), list[float](), list[tuple[Tensor, Tensor]]()
     for n in range(min(count, h.shape[1])):
         width = e.shape[1] - n
@@ -201,8 +201,7 @@ def unrolled(
         said = wanted[:, n:].softmax(-1)
         losses.append(-(said * logits.log_softmax(-1)).sum(-1).mean())
         best = says[:, n:].argmax(-1)
-        mine = logits.argmax(-1)
-        mine = mine if head.whole else head.drafted.nonzero()[:, 0][mine]
+        mine = head.words.ids[logits.argmax(-1)]
         right.append((mine == best).float().mean().item())
     return losses, right
 
