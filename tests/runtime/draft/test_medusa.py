@@ -148,7 +148,7 @@ def test_heads_say_what_the_formulas_do(target, tmp_path, form):
     tensors = tensors_for(module, form)
     path = written(tmp_path, tensors, module, form)
     loaded = head_at(path, LAYERS, home=folder).load()
-    head, text = loaded.lie, torch.tensor([texts_of(9)[0]])
+    head, text = loaded.model, torch.tensor([texts_of(9)[0]])
     for parameter, stored in loaded.stored.items():
         parameter.data = stored.read().float()
     with torch.no_grad():
