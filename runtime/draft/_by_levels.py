@@ -66,9 +66,7 @@ class ByLevels(Beside):
                 found |= {i: levels[i] for i in waiting}
             return found
 
-        self._trees = grown(
-            {i: self.shapes[i].grow(sizes[i], self.draws[i]) for i in texts}, expand
-        )
+        self._trees = grown({i: self.grow(i, sizes[i]) for i in texts}, expand)
         return self._trees
 
     def said(self, row: int, logits: Logits, seen: Ints) -> Distribution:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class IndependentHead(Base):
     relies = RELIES
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path).expanduser()
+        return Path(self.path or str(files("accel.reference") / self.use)).expanduser()
 
     def taps(self, layers: int) -> Sequence[str]:
         return (FINAL,)

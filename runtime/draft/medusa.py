@@ -5,8 +5,6 @@ call; a tree has the likeliest of each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.resources import files
-from pathlib import Path
 
 from accel.runtime.draft._independent import IndependentHead
 
@@ -22,6 +20,3 @@ class Medusa(IndependentHead):
     """
 
     key = "medusa"
-
-    def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference") / self.use)).expanduser()

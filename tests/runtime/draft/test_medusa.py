@@ -14,24 +14,18 @@ import accel
 from accel.compiler.load.heads._folder import head_at
 from accel.compiler.with_draft import with_draft
 from accel.ir.errors import AccelError, CaptureError, RecipeError
-from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.sampling_params import SamplingParams
-from accel.runtime.length.fixed import Fixed
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.sample.standard import Standard
 from accel.runtime.serve.engine import Engine, Request
 from accel.runtime.speculation.independent import IndependentFollower
-from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
 from accel.runtime.tree.static import Static
-from accel.runtime.verify.sample_match import SampleMatch
 
-from ...draft_case import plain, rows_of, speculated
-from ...heads_case import drafts, texts_of
+from ...draft_case import rows_of
+from ...heads_case import as_plain, asked, drafts, opened, texts_of
 
 LAYERS, HEADS, DRAFTED = 3, 4, 40
-PROMPTS = [[5, 9, 3, 11, 7, 30, 2], [2, 8, 60, 41]]
 FORMS = ("authors", "blocks", "own words", "target's words")
 PATHS = ((0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0), (2,), (2, 0))
 
@@ -130,18 +124,6 @@ def built(target, tmp_path_factory):
         yield model, tensors
 
 
-def opened(model, session, rows, tree=Chain()):  # noqa: B008  (frozen)
-    methods = {"tree": tree, "verify": SampleMatch()}
-    context = DecodeContext(methods, None, model)
-    return model.decoding()[1].methods["draft"].open(session, rows, context)
-
-
-def asked(drafters, rows, *which, limit=30):
-    paces = Fixed(limit).open(rows, unmeasured_cost)
-    trees = drafters.draft(dict.fromkeys(which, limit), paces)
-    return [trees[i] for i in which]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_heads_say_what_the_formulas_do(target, tmp_path, form):
     module, folder = target
@@ -217,25 +199,6 @@ def test_a_tree_has_the_likeliest_of_each_head(target, built, shape):
 
 
 WAYS = [(Chain(), 0.0), (Static(paths=PATHS), 0.0), (Static(paths=PATHS), 0.9)]
-
-
-def as_plain(model, tree, temperature):
-    """Whether the tokens of two rows, drafted, are those of plain decoding."""
-
-    def rows():
-        sampler = Standard(temperature=temperature)
-        found = rows_of(PROMPTS, sampler, limit=16, max_context=64)
-        for i, row in enumerate(found):
-            row.rng = np.random.default_rng(i)
-        return found
-
-    method = model.decoding()[1].methods["draft"]
-    want, made = plain(model.session(2), rows()), rows()
-    with model.session(2) as session:
-        more = {"length": Fixed(9), "model": model, "tree": tree}
-        list(speculated(session, made, method, "sample-match", **more))
-    assert sum(row.drafting["drafted"] for row in made) > 20
-    return [row.tokens for row in made] == want
 
 
 @pytest.mark.parametrize(("tree", "temperature"), WAYS)

@@ -62,7 +62,8 @@ def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
     width, vocabulary = number(path, config, "hidden_size"), number(path, config, "vocab_size")
     told, blocks = number(path, config, _HEADS), number(path, config, _BLOCKS, 0)
     tensors = dict(tensors_of(path))
-    drafted, heads = tensors.pop("d2t", None), max(told, _count(tensors))
+    drafted, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    heads = max(told, _count(tensors))
     words = [f"{i}.{blocks}.weight" for i in range(heads)]
     own = any(name in tensors for name in words)
     with torch.no_grad():
