@@ -21,8 +21,9 @@ OPTIONS = {"length": 16, "rows": 2, "inner": 64, "threads": 1, "minutes": 100.0,
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
-    """A model of two layers, as heads are trained for it."""
+    """A model of four layers, as heads are trained for it."""
     tiny = models.write(tmp_path_factory.mktemp("heads") / "tiny")
+    models.make("llama", 4).save_pretrained(tiny)
     quiet = (lambda *_: None,) * 2
     return Source(tiny, open_source(tiny).tokenizer, None, *quiet)
 
