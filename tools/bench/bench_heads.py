@@ -1,6 +1,6 @@
 """How much of what heads draft stands, on a text that they did not learn from, with equal drafts and no guard.
 
-    python tools/bench/bench_heads.py TEXT [--model api/reference] [--head DIR ...] [--prompts 24] [--size 64] [--tokens 64]
+    python tools/bench/bench_heads.py TEXT [--model DIR] [--head DIR ...] [--prompts 24] [--size 64] [--tokens 64]
 
 Each prompt is the beginning of another part of TEXT, and the model goes on greedily. Every head drafts chains of four
 tokens in each round, and trees of 25. Printed are the tokens that stand for each call that checks drafts, the one that

@@ -18,8 +18,8 @@ from accel.compiler.over_state import shared
 from accel.compiler.pipeline import pipeline
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.run import Run
-from accel.compiler.train.runs.head import Whole
 from accel.compiler.train.source import Source
+from accel.compiler.train.whole import Whole
 from accel.ir.capture.arch.own_vocabulary import OwnVocabulary
 from accel.ir.entries.embed import EMBED
 from accel.ir.entries.step import LOGITS
@@ -136,7 +136,8 @@ class Beside:
     def embedded(self, tokens: Tensor) -> Tensor:
         """The model's embeddings [B,N,E] of tokens [B,N]."""
         with torch.no_grad():
-            return self.program.run(EMBED.name, {"tokens": tokens})[STREAM].float()
+            found: Tensor = self.program.run(EMBED.name, {"tokens": tokens})[STREAM].float()
+        return found
 
     def taught(self, logits: Tensor, says: Tensor) -> tuple[Tensor, float]:
         """The loss of a head's logits [B,T,Vd] where the model says [B,T,V], and how often its likeliest token is the
@@ -152,7 +153,7 @@ class HeadsRun(Run):
     """Beside a model. A subclass declares the drafter whose heads it makes, and what stands beside the model."""
 
     drafter: ClassVar[type[Any]]
-    beside: ClassVar[type[Beside]]
+    pair: ClassVar[type[Beside]]
 
     @classmethod
     def takes(cls, method: type[Any]) -> bool:
@@ -173,11 +174,11 @@ class HeadsRun(Run):
         options = replace(options, length=min(options.length, program.facts.max_context))
         steps = pipeline(program.facts.encoder is not None)
         done = shared(steps)
-        reader = Reader(cls.beside.taps(program.facts.num_layers))
+        reader = Reader(cls.pair.taps(program.facts.num_layers))
         run(program, [*steps[done:], Taps((reader,)), Embeds(method)], done=steps[:done])
         rows = source.rows(options.length, 8, options.seed)
         text = torch.cat([next(rows)[0] for _ in range(1 + COUNTED // options.length // 8)])
-        return cls.beside(program, method, options.inner, text), options
+        return cls.pair(program, method, options.inner, text), options
 
     @abstractmethod
     def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:

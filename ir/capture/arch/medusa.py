@@ -48,6 +48,11 @@ class Medusa(nn.Module):
         )
         self.words = words
 
+    def set_words(self, weight: nn.Parameter) -> None:
+        """Let all heads say their tokens by the same words [Vd,W]."""
+        for head in self.heads:
+            head[-1].weight = weight  # type: ignore[index, union-attr]
+
     def said(self, h: Tensor) -> Tensor:
         """The logits [B,T,K,Vd] of hidden states [B,T,W]."""
         return torch.stack([head(h) for head in self.heads], dim=-2)

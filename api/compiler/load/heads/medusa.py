@@ -77,8 +77,7 @@ def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
     if own:
         return Loaded(head.eval(), {})
     weight, stored = output_head(path, home, vocabulary, width)
-    for one in head.heads:
-        one[-1].weight = weight
+    head.set_words(weight)
     return Loaded(head.eval(), {weight: stored})
 
 

@@ -48,7 +48,7 @@ class BpdRun(IndependentRun):
     """Beside a model."""
 
     drafter = BpdDraft
-    beside = BesideBpd
+    pair = BesideBpd
 
     def saved(self) -> Mapping[str, Tensor]:
         return {**self.parts[0], "lm_head.weight": self.soft.head.lm_head.weight}

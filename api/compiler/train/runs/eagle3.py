@@ -68,7 +68,7 @@ class Eagle3Run(HeadsRun):
     """Beside a model."""
 
     drafter = Eagle3Draft
-    beside = BesideEagle3
+    pair = BesideEagle3
 
     def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:
         taps, says = self.soft.read(ids)

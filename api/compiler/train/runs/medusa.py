@@ -26,7 +26,7 @@ class BesideMedusa(BesideIndependent):
         head = Medusa(self.program.facts.vocab_size, self.width, HEADS, 1, some)
         with torch.no_grad():
             for one in head.heads:
-                one[-1].weight.copy_(self.output_head)  # type: ignore[index, union-attr]
+                one[-1].weight.copy_(self.output_head)  # type: ignore[index]
         return head
 
     def config(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class MedusaRun(IndependentRun):
     """Beside a model."""
 
     drafter = MedusaDraft
-    beside = BesideMedusa
+    pair = BesideMedusa
 
     def saved(self) -> Mapping[str, Tensor]:
         return {n.removeprefix(_PREFIX): p for n, p in self.parts[0].items()}
