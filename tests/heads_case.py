@@ -275,9 +275,9 @@ def texts_of(count):
     return [rng.integers(1, 100, count).tolist() for _ in range(2)]
 
 
-def opened(model, session, rows, tree=Chain()):  # noqa: B008  (frozen)
+def opened(model, session, rows, tree=Chain(), rule=SampleMatch()):  # noqa: B008  (frozen)
     """The drafters of rows."""
-    methods = {"tree": tree, "verify": SampleMatch()}
+    methods = {"tree": tree, "verify": rule}
     context = DecodeContext(methods, None, model)
     return model.decoding()[1].methods["draft"].open(session, rows, context)
 

@@ -16,11 +16,13 @@ from accel.compiler.with_draft import with_draft
 from accel.ir.errors import AccelError, CaptureError, RecipeError
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.sample.standard import Standard
 from accel.runtime.serve.engine import Engine, Request
 from accel.runtime.speculation.independent import IndependentFollower
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
 from accel.runtime.tree.static import Static
+from accel.runtime.verify.rrs_wor import RrsWor
 
 from ...draft_case import rows_of
 from ...heads_case import as_plain, asked, drafts, opened, texts_of
@@ -213,6 +215,25 @@ def test_tokens_are_those_of_plain_decoding_in_an_artifact(target, tmp_path):
     path = written(tmp_path / "head", tensors_for(module), module)
     with build(folder, path, "onnx", "static", weights="int8", out=tmp_path / "out") as model:
         assert all(as_plain(model, *way) for way in WAYS)
+
+
+def test_sampled_drafts_say_what_they_were_drawn_from(target, built):
+    """Which rules that accept by p/q rely on: of each node the law of the head of its depth, whatever leads to it. The
+    control: the law of the next head.
+    """
+    (module, _), (model, tensors), (text, _) = target, built, texts_of(12)
+    with model.session(1) as session:
+        rows = rows_of([text[:8]], Standard(temperature=0.8))
+        drafters = opened(model, session, rows, Static(paths=PATHS), RrsWor())
+        session.prompt(np.array([text[:7]]))
+        (tree,) = asked(drafters, rows, 0)
+        drafters.close()
+    laws = (said(module, tensors, text[:8]) / 0.8).softmax(-1).numpy()
+    assert len(tree) == len(PATHS) and not tree.replacement
+    for node, depth in enumerate(tree.depths.tolist()):
+        q = tree.q[tree.rows[node]]
+        np.testing.assert_allclose(q, laws[depth - 1, : q.size], atol=1e-5)
+        assert np.abs(q - laws[depth % HEADS, : q.size]).max() > 1e-3
 
 
 def test_rows_join_and_leave(target, built):
