@@ -22,7 +22,7 @@ class IndependentFollower(Follower):
     gives the logits of all heads, which stand for every path of a tree.
     """
 
-    opens = 0  # a prompt is not read
+    opens = 1  # of a prompt the last token is read
 
     def __init__(self, model: Model, target: Session, batch: int, head: DraftHead):
         super().__init__(model, batch)

@@ -24,8 +24,8 @@ from accel.runtime.tree.eagle_tree import EagleTree
 from accel.runtime.tree.static import Static
 from accel.runtime.verify.rrs_wor import RrsWor
 
-from ...draft_case import rows_of
-from ...heads_case import as_plain, asked, drafts, opened, texts_of
+from ...draft_case import plain, rows_of
+from ...heads_case import PROMPTS, as_plain, asked, drafts, opened, texts_of
 
 LAYERS, HEADS, DRAFTED = 3, 4, 40
 FORMS = ("authors", "blocks", "own words", "target's words")
@@ -210,11 +210,13 @@ def test_tokens_are_those_of_plain_decoding(built, tree, temperature):
 
 @pytest.mark.few(1)
 def test_tokens_are_those_of_plain_decoding_in_an_artifact(target, tmp_path):
-    """Which holds the heads in 8 bits."""
+    """Which holds the heads in 8 bits; with a guard, which goes by what calls cost, too."""
     module, folder = target
     path = written(tmp_path / "head", tensors_for(module), module)
     with build(folder, path, "onnx", "static", weights="int8", out=tmp_path / "out") as model:
         assert all(as_plain(model, *way) for way in WAYS)
+        want = plain(model.session(1), rows_of(PROMPTS[:1], limit=12, max_context=64))
+        assert model.costs and model.generate(PROMPTS[0], max_new_tokens=12).tokens == want
 
 
 def test_sampled_drafts_say_what_they_were_drawn_from(target, built):
