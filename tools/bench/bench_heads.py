@@ -29,10 +29,16 @@ from accel.runtime.sample.standard import Standard
 BATCH, CHAIN, TREE = 8, 4, 25
 MODEL = Path(reference).parent
 BUNDLED = ("eagle3", "medusa", "bpd")
-SHAPES = {
-    "eagle3": ("chain", "eagle-tree"),
-    "medusa": ("chain", "static", "eagle-tree"),
-    "bpd": ("chain", "bpd-rescore", "eagle-tree"),
+RESCORED: tuple[dict[str, float], ...] = (  # one path, without n-grams and with; several
+    {"paths": 1, "alpha": 0.0},
+    {"paths": 1},
+    {"alpha": 0.0},
+    {},
+)
+SHAPES: dict[str, dict[str, tuple[dict[str, float], ...]]] = {
+    "eagle3": {"chain": ({},), "eagle-tree": ({},)},
+    "medusa": {"chain": ({},), "static": ({},), "bpd-rescore": RESCORED, "eagle-tree": ({},)},
+    "bpd": {"chain": ({},), "bpd-rescore": RESCORED, "eagle-tree": ({},)},
 }
 
 
@@ -42,11 +48,10 @@ def rows_of(prompts: list[Any], tokens: int) -> list[Row]:
     return [Row(one, Standard(), rng, limit=tokens, max_context=1024) for one in prompts]
 
 
-def drafted(model: Any, shape: str, prompts: list[Any], tokens: int) -> tuple[list[Any], float]:
+def drafted(model: Any, tree: Any, prompts: list[Any], tokens: int) -> tuple[list[Any], float]:
     """The rows' tokens, and how many a call gave that checked a draft."""
     draft = model.decoding()[1].methods["draft"]
     rule = Axis("verify", "accel.runtime.verify").build("sample-match")
-    tree = Axis("tree", "accel.runtime.tree").build(shape)
     methods = {"draft": draft, "verify": rule, "tree": tree}
     methods["length"] = Fixed(TREE if tree.branches else CHAIN)
     found, rounds, stood = list[Any](), 0, 0
@@ -94,13 +99,14 @@ def main(
             starts = np.linspace(0, ids.size - size, prompts).astype(int)
             parts = [ids[start : start + size] for start in starts]
             want = plain(built, parts, tokens)
-            for shape in SHAPES[_method(folder)]:
-                found, each = drafted(built, shape, parts, tokens)
-                same = sum(a == b for a, b in zip(found, want, strict=True))
-                print(
-                    f"| `{folder.name}` | `{shape}` | {each:.2f} | {same} of {len(want)} |",
-                    flush=True,
-                )
+            for shape, tables in SHAPES[_method(folder)].items():
+                for table in tables:
+                    tree = Axis("tree", "accel.runtime.tree").build(shape, **table)
+                    found, each = drafted(built, tree, parts, tokens)
+                    same = sum(a == b for a, b in zip(found, want, strict=True))
+                    told = " ".join([f"`{shape}`", *(f"{n} = {v:g}" for n, v in table.items())])
+                    line = f"| `{folder.name}` | {told} | {each:.2f} | {same} of {len(want)} |"
+                    print(line, flush=True)
 
 
 def _method(folder: Path) -> str:
