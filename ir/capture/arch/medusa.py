@@ -51,7 +51,7 @@ class Medusa(nn.Module):
     def set_words(self, weight: nn.Parameter) -> None:
         """Let all heads say their tokens by the same words [Vd,W]."""
         for head in self.heads:
-            head[-1].weight = weight  # type: ignore[index, union-attr]
+            head[-1].weight = weight  # type: ignore[index]
 
     def said(self, h: Tensor) -> Tensor:
         """The logits [B,T,K,Vd] of hidden states [B,T,W]."""

@@ -286,15 +286,15 @@ def test_requests_of_a_server_get_what_they_get_alone(built, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t, c: t.pop("1.0.linear.bias"), "lacks heads.1.0.linear.bias .1 of 12 tensors"),
-        (lambda t, c: t.update(extra=torch.zeros(2)), "has heads.extra .1 tensors more"),
+        (lambda t, c: t.pop("1.0.linear.bias"), "lacks 1.0.linear.bias .1 of 12 tensors"),
+        (lambda t, c: t.update(extra=torch.zeros(2)), "has extra .1 tensors more"),
         (lambda t, c: t["2.1.weight"].fill_(torch.nan), "2.1.weight holds numbers"),
         (
             lambda t, c: t.update({"3.0.linear.weight": torch.zeros(3, 3)}),
             "3.0.linear.weight has size",
         ),
         (lambda t, c: t.pop("0.1.weight"), "lacks 0.1.weight, by which its first head"),
-        (lambda t, c: c.update(medusa_num_heads=9), "lacks heads.4.0.linear.bias"),
+        (lambda t, c: c.update(medusa_num_heads=9), "lacks 4.0.linear.bias"),
         (
             lambda t, c: c.update(medusa_num_heads="a"),
             "medusa_num_heads = 'a'; a head needs a whole",
@@ -313,6 +313,17 @@ def test_wrong_heads_are_refused(target, tmp_path, change, words):
     path = written(tmp_path / "head", tensors, module, **config)
     with pytest.raises(CaptureError, match=words):
         head_at(path, LAYERS, home=folder).load()
+
+
+@pytest.mark.parametrize("holds", [[1], {"0.0.linear.weight": 3}, None])
+def test_a_damaged_file_is_refused(target, tmp_path, holds):
+    path = written(tmp_path / "head", tensors_for(target[0]), target[0])
+    if holds is None:
+        (path / "medusa_lm_head.pt").write_bytes(b"cut")
+    else:
+        torch.save(holds, path / "medusa_lm_head.pt")
+    with pytest.raises(CaptureError, match="medusa_lm_head.pt is no file of tensors, or damaged"):
+        head_at(path, LAYERS).load()
 
 
 def test_heads_of_other_targets_are_refused(target, tmp_path):

@@ -94,6 +94,8 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
         return read_shards(path).tensors
     try:
         found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        if not all(isinstance(one, Tensor) for one in found.values()):
+            raise ValueError("values that are no tensors")
     except Exception as error:  # torch raises many kinds
         raise CaptureError(
             f"{file} is no file of tensors, or damaged ({type(error).__name__}); fetch it again"

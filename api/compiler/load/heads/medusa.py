@@ -71,9 +71,7 @@ def _load(path: Path, config: Config, layers: int, home: Path | None) -> Loaded:
         head = Medusa(vocabulary, width, heads, blocks, size)
         if drafted is not None:
             head.words.set_ids(target_ids(path, drafted, len(drafted), vocabulary))
-        others = () if own else tuple(f"heads.{name}" for name in words)
-        named = {f"heads.{name}": tensor for name, tensor in tensors.items()}
-        fill(path, head, named, ("stand_ins.", *others))
+        fill(path, head.heads, tensors, () if own else tuple(words))
     if own:
         return Loaded(head.eval(), {})
     weight, stored = output_head(path, home, vocabulary, width)
