@@ -16,7 +16,7 @@ TAP_ROWS = "tap_rows.weight"  # the table that stands in for taps in a head's mo
 class DraftHead:
     """Slot t of a head's session holds token t + 1 and the features of token t, and its logits are of token t + 2.
 
-    method: the drafter that drafts with it. taps: the outputs of the target's step (`accel.ir.taps`) which, side by
+    drafter: the method that drafts with it. taps: the outputs of the target's step (`accel.ir.taps`) which, side by
     side, the entry `fuse` makes a token's features of; they are the features as they are where nothing is `fused`.
     width: how many features a token has; a call gives them (`embeds`), and a step gives those of the next token behind
     its logits. embedding: how many numbers of the target's embedding of the token a call gives before them; 0: the head
@@ -24,9 +24,13 @@ class DraftHead:
 
     block: tokens of a block, the last of the text and masks (the token `mask`), which one call drafts; 0: none. Slot t
     of such a head holds the features of token t, a block's tokens have none, and nothing lies behind logits.
+
+    independent: how many tokens are drafted from the features of one, each by logits of its own and whatever the others
+    become; 0: not so. Behind the logits of token t + 2 lie those of t + 3 and so on, and no features. Such a head
+    reads features alone, and no slot but its own.
     """
 
-    method: str
+    drafter: str
     taps: tuple[str, ...]
     width: Positive
     tap_width: Positive
@@ -34,3 +38,16 @@ class DraftHead:
     fused: bool = True
     block: int = 0
     mask: int = 0
+    independent: int = 0
+
+    def behind(self, vocab_size: int) -> int:
+        """How many numbers a step gives behind a token's logits."""
+        if self.independent:
+            return vocab_size * (self.independent - 1)
+        return 0 if self.block else self.width
+
+    def vocabulary_of(self, width: int) -> int:
+        """How many tokens the head drafts where a step gives so many numbers."""
+        if self.independent:
+            return width // self.independent
+        return width if self.block else width - self.width

@@ -89,6 +89,11 @@ class Facts:
         return len(self.layers)
 
     @property
+    def stateless(self) -> bool:
+        """Whether a token is computed by itself, so that nothing is cached."""
+        return self.draft_head is not None and self.draft_head.independent > 0
+
+    @property
     def both_ways(self) -> bool:
         """Whether a token sees those after it."""
         embeds = self.embedding is not None and self.embedding.both_ways
@@ -103,10 +108,16 @@ class Facts:
 
     @property
     def behind_logits(self) -> int:
-        """How many numbers lie behind a token's logits: what transitions are made of, or features."""
+        """How many numbers lie behind a token's logits: what transitions are made of, features, or more logits."""
         behind = 0 if self.paths is None else self.paths.width
         head = self.draft_head
-        return behind if head is None or head.block else behind + head.width
+        return behind if head is None else behind + head.behind(self.vocab_size)
+
+    def vocabulary_of(self, width: int) -> int:
+        """How many tokens it has where a step gives so many numbers for one."""
+        if self.draft_head is not None:
+            width = self.draft_head.vocabulary_of(width)
+        return width if self.paths is None else width - self.paths.width
 
     def set_vocabulary(self, size: int) -> None:
         """Let the model have `size` tokens; what a configuration names beyond them is dropped."""

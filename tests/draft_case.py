@@ -94,7 +94,7 @@ def speculated(
     session: Any,
     rows: list[Row],
     drafter: Any,
-    rule: str = "spec-chain",
+    rule: Any = "spec-chain",
     tokens: int = 10,
     costs: Any = None,
     length: Any = None,
@@ -102,7 +102,7 @@ def speculated(
     tree: Any = None,
 ) -> Any:
     """The iteration of a loop that drafts."""
-    verify = Axis("verify", "accel.runtime.verify").build(rule)
+    verify = Axis("verify", "accel.runtime.verify").build(rule) if isinstance(rule, str) else rule
     methods = {
         "draft": drafter,
         "verify": verify,

@@ -15,13 +15,15 @@ from accel.compiler.load.heads import Target
 from accel.ir.weights import Stored
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.length.fixed import Fixed
+from accel.runtime.sample.standard import Standard
 from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree.chain import Chain
 from accel.runtime.verify.sample_match import SampleMatch
 
-from .draft_case import rows_of
+from .draft_case import plain, rows_of, speculated
 
 HEADS, GROUPS, EPS, THETA = 4, 2, 1e-5, 10000.0
+PROMPTS = [[5, 9, 3, 11, 7, 30, 2], [2, 8, 60, 41]]
 
 
 def target_of(weight, layers=2):
@@ -391,3 +393,36 @@ def drafts(model, texts, count, rounds):
 def texts_of(count):
     rng = np.random.default_rng(0)
     return [rng.integers(1, 100, count).tolist() for _ in range(2)]
+
+
+def opened(model, session, rows, tree=Chain(), rule=SampleMatch()):  # noqa: B008  (frozen)
+    """The drafters of rows."""
+    methods = {"tree": tree, "verify": rule}
+    context = DecodeContext(methods, None, model)
+    return model.decoding()[1].methods["draft"].open(session, rows, context)
+
+
+def asked(drafters, rows, *which, limit=30):
+    """The trees of some of them."""
+    paces = Fixed(limit).open(rows, unmeasured_cost)
+    trees = drafters.draft(dict.fromkeys(which, limit), paces)
+    return [trees[i] for i in which]
+
+
+def as_plain(model, tree, temperature, rule="sample-match"):
+    """Whether the tokens of two rows, drafted, are those of plain decoding."""
+
+    def rows():
+        sampler = Standard(temperature=temperature)
+        found = rows_of(PROMPTS, sampler, limit=16, max_context=64)
+        for i, row in enumerate(found):
+            row.rng = np.random.default_rng(i)
+        return found
+
+    method = model.decoding()[1].methods["draft"]
+    want, made = plain(model.session(2), rows()), rows()
+    with model.session(2) as session:
+        more = {"length": Fixed(9), "model": model, "tree": tree}
+        list(speculated(session, made, method, rule, **more))
+    assert sum(row.drafting["drafted"] for row in made) > 20
+    return [row.tokens for row in made] == want

@@ -49,7 +49,7 @@ def test_a_file_drafts_with_its_layer(tmp_path):
         accel.optimize(path, "mtp", **more) as model,
         accel.optimize(path, "base", **more) as base,
     ):
-        assert model.draft_model.facts.draft_head.method == "mtp"
+        assert model.draft_model.facts.draft_head.drafter == "mtp"
         found = model.generate([[3, 5, 9, 20, 41]], max_new_tokens=8, eos=[])
         want = base.generate([[3, 5, 9, 20, 41]], max_new_tokens=8, eos=[])
     assert found.tokens == want.tokens

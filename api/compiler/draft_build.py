@@ -181,6 +181,8 @@ def _recipe(plan: Plan) -> Recipe:
 
 def _grows(plan: Plan) -> bool:
     """Whether calls of the draft model are trees."""
+    if plan.methods["draft"].independent:
+        return False
     shaped = "tree" in plan.methods and plan.methods["tree"].branches
     return bool(shaped or plan.methods["loop"].grows or plan.methods["draft"].blocks)
 
@@ -252,7 +254,7 @@ def _check(
     path = source.path
     use, fills = plan.recipe.tables["draft"]["use"], plan.methods["draft"].fills
     head = facts.draft_head
-    _check_kind(plan, None if head is None else head.method, path)
+    _check_kind(plan, None if head is None else head.drafter, path)
     if fills and facts.diffusion is None:
         raise RecipeError(
             f"draft.{use}: {path} decodes token by token; give a masked-diffusion model (mask_token_id in its "
@@ -300,7 +302,7 @@ def _check_head(source: HeadFolder, target: Facts) -> None:
     """Raise RecipeError where a head was made for states of another width, CaptureError where a folder has none."""
     if source.format.check is not None:
         source.format.check(source.path, source.json)
-    wide, config = source.format.target_width(source.json), target.config
+    wide, config = source.format.target_width(source.sizes), target.config
     inner = config.get("text_config", config)
     width = inner.get("hidden_size", inner.get("n_embd", wide))
     kind = str(inner.get("model_type", ""))
@@ -312,7 +314,7 @@ def _check_head(source: HeadFolder, target: Facts) -> None:
     if width != wide:
         raise RecipeError(
             f"draft: {source.path} reads states of {wide} numbers, and the model's are of {width}; give a head that "
-            "was trained for this model, or train one: accel-compile train eagle3 MODEL"
+            f"was trained for this model, or train one: accel-compile train {source.format.method} MODEL"
         )
 
 

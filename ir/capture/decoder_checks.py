@@ -87,7 +87,7 @@ def both_ways(
     if not sees_later(run, logits):
         return None
     if traits.diffusion is not None:
-        size = logits.shape[-1] - traits.facts().behind_logits
+        size = traits.facts().vocabulary_of(logits.shape[-1])
         if traits.diffusion.mask is not None and traits.diffusion.mask >= size:
             raise CaptureError(
                 f"{traits.name}: config.mask_token_id is {traits.diffusion.mask}, and its logits are of {size} "

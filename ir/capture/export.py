@@ -79,7 +79,7 @@ def export(model: Prepared, traits: ModelTraits, whole: bool = False) -> Exporte
     with torch.no_grad(), forms(adapter.model, traits.swaps.forms):
         program, repeated = _export(adapter, traits, given, facts, whole)
     if facts.embedding is None:
-        facts.set_vocabulary(int(logits.shape[-1]) - facts.behind_logits)
+        facts.set_vocabulary(facts.vocabulary_of(int(logits.shape[-1])))
     facts.notes += [*model.notes, *traits.notes]
     tensors = dict(_named_tensors(adapter))
     stored = {n: model.stored[t] for n, t in tensors.items() if t in model.stored}

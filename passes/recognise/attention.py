@@ -99,7 +99,7 @@ class Attention(Pass):
                 report.changed += 1
         if report.refused and report.changed:
             raise PassError(f"Attention cannot read {report.refused[0]}")
-        if not report.changed and not program.nodes(*RECURRENT):
+        if not report.changed and not program.facts.stateless and not program.nodes(*RECURRENT):
             nearest = (report.refused or ["no candidate in the graph"])[0]
             raise PassError(f"Attention changed nothing. Nearest miss: {nearest}")
         Clean().run(program)

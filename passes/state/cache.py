@@ -83,7 +83,7 @@ class Cache(Pass):
             kept = recurrent.carry(program, editor, sites, letters, outputs)
             program.facts.layers.append(_facts(sites, kept, dict(owners.values())))
         step.set_outputs(outputs)
-        return Report(changed=sum(map(len, groups)))
+        return Report(changed=sum(map(len, groups)) or int(program.facts.stateless))
 
 
 def _positions(

@@ -38,6 +38,8 @@ class Layers(Pass):
         graph = program.step.graph
         cuts = cut_points(program)
         groups = layer_groups(program)
+        if program.facts.stateless:
+            return Report(refused=["no token reads another"])
         bounds = _bounds(graph, cuts, [(g[0], g[-1]) for g in groups])
         if isinstance(bounds, str):
             return Report(refused=[bounds])

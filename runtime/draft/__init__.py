@@ -123,6 +123,7 @@ class Base(Method):
     blocks: ClassVar[bool] = (
         False  # whether its head's calls are blocks, whose tokens all see each other
     )
+    independent: ClassVar[bool] = False  # whether its head's calls say all of a tree at once
     within: ClassVar[bool] = (
         False  # whether its head lies in the directory of the target, where no `path` is set
     )

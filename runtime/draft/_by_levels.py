@@ -18,7 +18,8 @@ from accel.runtime.tree import Guesses, Level, Tree, grown
 
 class ByLevels(Beside):
     """A length is asked of the nodes that the tree goes on from, and only told of them where nodes that were drawn may
-    be left out for later ones (`tree.Base.drops`). A tree ends where a call of it would have no room.
+    be left out for later ones (`tree.Base.drops`). A tree ends where a call of it would have no room, or would say
+    nothing.
     """
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
@@ -31,7 +32,7 @@ class ByLevels(Beside):
         waiting: dict[int, list[Logits]] = {}  # after those of rows that wait
 
         def goes_on(i: int, level: Level) -> bool:
-            if trees.wide(i, level) > room[i]:
+            if trees.wide(i, level) > room[i] or trees.depth(i, level) > self._follower.deepest:
                 return False
             ends = not more.more(i, level, [said[i][parent] for parent in level.parents])
             return not ends or self._drops and self.draws[i] is not None
@@ -65,9 +66,7 @@ class ByLevels(Beside):
                 found |= {i: levels[i] for i in waiting}
             return found
 
-        self._trees = grown(
-            {i: self.shapes[i].grow(sizes[i], self.draws[i]) for i in texts}, expand
-        )
+        self._trees = grown({i: self.grow(i, sizes[i]) for i in texts}, expand)
         return self._trees
 
     def said(self, row: int, logits: Logits, seen: Ints) -> Distribution:

@@ -17,7 +17,7 @@ from accel.runtime.draft import Drafters, More
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Distribution
 from accel.runtime.speculation.guard import round_costs
-from accel.runtime.tree import Guesses, Level, Shape, Tree, grown
+from accel.runtime.tree import Growth, Guesses, Level, Shape, Tree, grown
 from accel.runtime.verify import Base as Rule
 from accel.runtime.verify import Chance, Verdict
 
@@ -48,6 +48,11 @@ class ByModel(Drafters):
     def leave(self, order: Ints) -> None:
         self.draws, self.shapes = picked(self.draws, order), picked(self.shapes, order)
         self._trees = {}
+
+    def grow(self, row: int, limit: int) -> Growth:
+        """The next tree of a row, of at most `limit` tokens."""
+        self.shapes[row].read(self.rows[row].seen)
+        return self.shapes[row].grow(limit, self.draws[row])
 
     def law(self, row: int, logits: Logits, seen: Ints) -> Distribution | None:
         """What may follow tokens [n], by a row's sampler and what the model says [V]; None where the request lets
@@ -109,7 +114,7 @@ class ByLogits(ByModel):
                 guesses |= {i: levels[i] for i in waiting}
             return guesses
 
-        shapes = {i: self.shapes[i].grow(most, self.draws[i]) for i, most in allowed.items()}
+        shapes = {i: self.grow(i, most) for i, most in allowed.items()}
         try:
             trees = grown(shapes, expand)
         finally:

@@ -32,6 +32,10 @@ class Levels:
         """Tokens that a row's call would have with this level."""
         return len(self._nodes[row].above(level)) + level.tokens.size
 
+    def depth(self, row: int, level: Level) -> int:
+        """How deep the nodes of a level are; 1: they follow the last committed token."""
+        return 1 + self._nodes[row].depth(int(level.parents[0]) - 1)
+
     def path(self, row: int, number: int) -> Ints:
         """All tokens of a row up to its node number 1, 2, …; 0: those before its tree."""
         return self._nodes[row].path(number - 1)
@@ -66,6 +70,13 @@ class _Nodes:
                 found.add(node)
                 node = self._parents[node]
         return sorted(found)
+
+    def depth(self, node: int) -> int:
+        """How many nodes lead to this one, itself included."""
+        count = 0
+        while node >= 0:
+            node, count = self._parents[node], count + 1
+        return count
 
     def path(self, node: int) -> Ints:
         """All tokens up to this one."""

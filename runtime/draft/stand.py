@@ -195,7 +195,7 @@ class _Stand(ByModel):
                 guesses[i] = [self._law(i, one) for one in new]
             return guesses
 
-        growths = {i: self.shapes[i].grow(limit, self.draws[i]) for i, limit in limits.items()}
+        growths = {i: self.grow(i, limit) for i, limit in limits.items()}
         self._trees = grown(growths, expand)
         return self._trees
 

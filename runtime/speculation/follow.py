@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -104,6 +105,11 @@ class Follower:
     def kv_bytes(self) -> int:
         """Most bytes of state that its session has held."""
         return self._session.kv_most
+
+    @property
+    def deepest(self) -> int:
+        """Levels of a tree behind which it has something to say."""
+        return sys.maxsize
 
     def most(self, size: int, limit: int) -> int:
         """Tokens that a row of `size` tokens may draft, of `limit`; the last is not run."""

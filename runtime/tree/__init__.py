@@ -297,6 +297,11 @@ Draw = Callable[[Distribution], int]  # a token of it, as `Chance.draw`
 class Shape(ABC):
     """Grows the trees of one row, from its prompt to its end; it may remember what became of them."""
 
+    def read(self, seen: Ints) -> None:  # noqa: B027
+        """The tokens [n] of the row, behind which the next tree grows, a view, not to be kept. A drafter that gives
+        distributions says it before each tree.
+        """
+
     @abstractmethod
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:
         """A tree of at most `limit` (0 or more) nodes. Children are drawn from a node's distribution as the method

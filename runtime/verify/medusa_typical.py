@@ -22,7 +22,6 @@ class MedusaTypical(Base):
     epsilon: float = option(0.09, least=0)
     delta: float = option(0.3, least=0)
 
-    lacks = "the heads that draft"
     grade = "approximate"
     reads_q = False
 

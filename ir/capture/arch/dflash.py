@@ -30,7 +30,7 @@ class DFlashConfig:
         width = self.layers.hidden_size
         all_taps = width * len(self.taps)
         return DraftHead(
-            *("dflash", self.taps, width + 1, all_taps, width), block=self.block, mask=self.mask
+            "dflash", self.taps, width + 1, all_taps, width, block=self.block, mask=self.mask
         )
 
 

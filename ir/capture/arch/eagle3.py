@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from accel.ir.capture.arch.features import StandIns
+from accel.ir.capture.arch.own_vocabulary import OwnVocabulary
 from accel.ir.draft_head import DraftHead
-
-OUTSIDE = 20.0  # below the least logit: those of tokens that a draft vocabulary lacks
 
 
 @dataclass(frozen=True)
@@ -39,18 +38,14 @@ class Eagle3Config:
         """What its sessions take and give."""
         width = self.layer.hidden_size
         all_taps = self.tap_width * len(self.taps)
-        return DraftHead(
-            "eagle3", self.taps, width, all_taps, 0 if self.own_embedding else self.embedding
-        )
+        embedding = 0 if self.own_embedding else self.embedding
+        return DraftHead("eagle3", self.taps, width, all_taps, embedding)
 
 
 class Eagle3(nn.Module):
     """tokens [B,T], positions [B,T] -> logits and features of the next token [B,T,V+W]. What a call gives of tokens
     has stand-ins here (`StandIns`).
     """
-
-    draft_ids: Tensor  # [V], the place of each token in the draft vocabulary
-    drafted: Tensor  # [V], whether it has one
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -74,19 +69,8 @@ class Eagle3(nn.Module):
         self.input_norm = nn.RMSNorm(c.tap_width * len(c.taps), eps) if c.all_taps_norm else None
         self.fc = nn.Linear(c.tap_width * len(c.taps), width, bias=False)
         self.norm = nn.RMSNorm(width, eps)
-        count = c.draft_vocabulary or layer.vocab_size
-        self.lm_head = nn.Linear(width, count, bias=False)
-        self.whole = count == layer.vocab_size and c.draft_vocabulary is None
-        if not self.whole:
-            self.register_buffer("draft_ids", torch.zeros(layer.vocab_size, dtype=torch.int64))
-            self.register_buffer("drafted", torch.zeros(layer.vocab_size, dtype=torch.bool))
-
-    def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Let draft token i be token `target_ids[i]` of the target."""
-        self.draft_ids.zero_()
-        self.draft_ids[target_ids] = torch.arange(len(target_ids))
-        self.drafted.zero_()
-        self.drafted[target_ids] = True
+        self.words = OwnVocabulary(layer.vocab_size, c.draft_vocabulary)
+        self.lm_head = nn.Linear(width, self.words.count, bias=False)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """The features [B,T,W] of taps [B,T,F]."""
@@ -119,7 +103,4 @@ class Eagle3(nn.Module):
         x, turns = self.beginning(e, h), self.rotary(h, positions)
         mixed = attention(hidden_states=x, position_embeddings=turns, attention_mask=None)[0]
         logits, features = self.ending(h, mixed)
-        if not self.whole:
-            least = logits.amin(-1, keepdim=True) - OUTSIDE
-            logits = torch.where(self.drafted, logits[..., self.draft_ids], least)
-        return torch.cat([logits, features], dim=-1)
+        return torch.cat([self.words(logits), features], dim=-1)

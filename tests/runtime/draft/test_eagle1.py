@@ -79,7 +79,7 @@ def test_a_draft_is_that_of_the_formulas(home, tmp_path, form):
         ]
 
     with build(folder, path) as model:
-        assert model.draft_model.facts.draft_head.method == "eagle1"
+        assert model.draft_model.facts.draft_head.drafter == "eagle1"
         found = drafts(model, texts, 4, rounds)
     assert found == wanted()
     assert found != wanted(normed=False) and found != wanted(shift=1), "the controls"

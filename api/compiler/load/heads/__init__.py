@@ -21,7 +21,7 @@ from accel.ir.errors import CaptureError, shown
 from accel.ir.weights import Stored, stand_in
 
 Config = Mapping[str, Any]  # of config.json
-BIN = "pytorch_model.bin"
+BINS = ("pytorch_model.bin", "medusa_lm_head.pt")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ class HeadFormat:
 
     method: the drafter that drafts with such a head. is_head: whether a folder is of this format, by its config.json.
     vocab_size: of the target. target_width: of the target's hidden states, as far as it is said. load: the head in a
-    folder, for a target. within: it lies in the folder of a model, which it drafts for. check: raises CaptureError
-    where a folder has none, before any weight is read. unscaled: it reads the target's embedding as it is stored.
+    folder, for a target. within: it lies in the folder of a model, which it drafts for. missing: what a config.json
+    leaves out, by the tensors. check: raises CaptureError where a folder has none, before any weight is read. unscaled:
+    it reads the target's embedding as it is stored.
     """
 
     method: str
@@ -52,6 +53,7 @@ class HeadFormat:
     within: bool = False
     check: Callable[[Path, Config], None] | None = None
     unscaled: bool = False
+    missing: Callable[[Path, Config], Config] | None = None
 
 
 @cache
@@ -123,11 +125,13 @@ def names_of(path: Path) -> set[str]:
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
     """All tensors of a head by name. Raises CaptureError where a file is missing or damaged."""
-    file = path / BIN
-    if any(path.glob("*.safetensors")) or not file.is_file():
+    file = next((path / name for name in BINS if (path / name).is_file()), None)
+    if file is None or any(path.glob("*.safetensors")):
         return read_shards(path).tensors
     try:
         found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+        if not all(isinstance(one, Tensor) for one in found.values()):
+            raise ValueError("values that are no tensors")
     except Exception as error:  # torch raises many kinds
         raise CaptureError(
             f"{file} is no file of tensors, or damaged ({type(error).__name__}); fetch it again"
@@ -159,6 +163,19 @@ def fill(
         if not bool(torch.isfinite(tensors[name].float()).all()):
             raise CaptureError(f"{path}: {name} holds numbers that are not finite; fetch it again")
         parameter.data = tensors[name].float()
+
+
+def target_ids(path: Path, drafted: Tensor, count: int, vocabulary: int) -> Tensor:
+    """The target's id of each draft token, from how far they are apart."""
+    found = drafted.long().flatten() + torch.arange(len(drafted.flatten()))
+    if len(found) != count or not bool(((found >= 0) & (found < vocabulary)).all()):
+        raise CaptureError(
+            f"{path}: d2t names {len(found)} tokens, of {count} in the draft vocabulary and {vocabulary} in the "
+            "target's; fetch the head again"
+        )
+    if len(found.unique()) != count:
+        raise CaptureError(f"{path}: d2t names a token of the target twice; fetch the head again")
+    return found
 
 
 def stored_of(path: Path, config: Config) -> dict[str, Stored]:

@@ -10,7 +10,7 @@ from accel.compiler.load.checkpoint import Loaded
 from accel.compiler.load.config import read_config
 from accel.compiler.load.gguf import open_gguf
 from accel.compiler.load.gguf._file import is_gguf, read_gguf
-from accel.compiler.load.heads import BIN, Config, HeadFormat, Target, format_of
+from accel.compiler.load.heads import BINS, Config, HeadFormat, Target, format_of
 from accel.compiler.load.heads.mtp import COUNTS
 from accel.compiler.load.source import Source
 from accel.ir.embedding import Embedding
@@ -41,13 +41,19 @@ class HeadFolder(Source):
         """Raises CaptureError where it is of no head."""
         if (found := format_of(self.path, self.json, self.method)) is None:
             raise CaptureError(
-                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE or "
-                "DFlash head, or of speculators' format"
+                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE, DFlash or "
+                "Medusa head, or of speculators' format"
             )
         return found
 
+    @cached_property
+    def sizes(self) -> Config:
+        """The same, and what it leaves out. Raises CaptureError."""
+        missing = self.format.missing
+        return self.json if missing is None else {**missing(self.path, self.json), **self.json}
+
     def _load(self, trust_remote_code: bool, embedding: Embedding | None) -> Loaded:
-        return self.format.load(self.path, self.json, self.target)
+        return self.format.load(self.path, self.sizes, self.target)
 
     def config(self, trust_remote_code: bool = False) -> Any:
         raise CaptureError(
@@ -57,12 +63,12 @@ class HeadFolder(Source):
 
     @property
     def vocab_size(self) -> int | None:
-        return self.format.vocab_size(self.json) or None
+        return self.format.vocab_size(self.sizes) or None
 
     @property
     def has_weights(self) -> bool:
-        files = (self.path / BIN).is_file() or any(self.path.glob("*.safetensors"))
-        return files or is_gguf(self.path)
+        files = any((self.path / name).is_file() for name in BINS)
+        return files or any(self.path.glob("*.safetensors")) or is_gguf(self.path)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

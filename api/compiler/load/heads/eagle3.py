@@ -17,6 +17,7 @@ from accel.compiler.load.heads import (
     fill,
     layer_config,
     size_of,
+    target_ids,
     tensors_of,
 )
 from accel.ir.capture.arch.eagle3 import Eagle3, Eagle3Config
@@ -100,26 +101,13 @@ def _module(path: Path, config: Config, tensors: Mapping[str, Tensor], layers: i
         )
     )
     if drafted is not None:
-        head.set_vocabulary(_target_ids(path, drafted, count, vocabulary))
+        head.words.set_ids(target_ids(path, drafted, count, vocabulary))
     fill(path, head, named, ("stand_ins.",))
     return head
 
 
 def _renamed(name: str) -> str:
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")
-
-
-def _target_ids(path: Path, drafted: Tensor, count: int, vocabulary: int) -> Tensor:
-    """The target's id of each draft token, from how far they are apart."""
-    found = drafted.long().flatten() + torch.arange(len(drafted.flatten()))
-    if len(found) != count or not bool(((found >= 0) & (found < vocabulary)).all()):
-        raise CaptureError(
-            f"{path}: d2t names {len(found)} tokens, of {count} in the draft vocabulary and {vocabulary} in the "
-            "target's; fetch the head again"
-        )
-    if len(found.unique()) != count:
-        raise CaptureError(f"{path}: d2t names a token of the target twice; fetch the head again")
-    return found
 
 
 EAGLE3 = HeadFormat("eagle3", _is_head, _vocabulary, _target_width, _load)

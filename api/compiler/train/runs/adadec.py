@@ -18,8 +18,8 @@ from accel.compiler.measure import watched
 from accel.compiler.train.host import HELD, HostKind, batches, learn, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
-from accel.compiler.train.runs.head import Whole
 from accel.compiler.train.source import Source
+from accel.compiler.train.whole import Whole
 from accel.ir.errors import InputError
 from accel.runtime.decode.trained_part import sample
 from accel.runtime.loop.adadec import Adadec

@@ -21,8 +21,8 @@ from accel.compiler.pipeline import pipeline
 from accel.compiler.train.host import HELD, HostKind, batches, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
-from accel.compiler.train.runs.head import Whole
 from accel.compiler.train.source import Source
+from accel.compiler.train.whole import Whole
 from accel.ir.depth import RUN_ATTN, RUN_MLP
 from accel.ir.program import Program, ancestors
 from accel.passes import Pass, run

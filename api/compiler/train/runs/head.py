@@ -18,38 +18,13 @@ from accel.compiler.train.host import begun
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.run import Run
 from accel.compiler.train.source import Source
-from accel.ir.entries.step import LOGITS
+from accel.compiler.train.whole import Whole
 from accel.ir.errors import InputError
-from accel.ir.program import Program
-from accel.passes.calibrate import feeds
 from accel.passes.trained import Parts
 from accel.runtime.decode.trained_part import sample
 from accel.runtime.length._head import Head, OfTokens
 
 FELL = 6.0  # what a token that fell weighs, where one that stood weighs 1
-
-
-class Whole:
-    """A program over state that reads rows from their first token on; also as a session that `sample` asks."""
-
-    def __init__(self, program: Program):
-        self.program, self.vocab_size = program, program.facts.vocab_size
-
-    def __enter__(self) -> Whole:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """[B,T,V] of tokens [B,T]."""
-        with torch.no_grad():
-            found: dict[str, Tensor] = self.program.run("step", feeds(self.program, "step", tokens))
-        return found[LOGITS].float()
-
-    def run(self, tokens: Any) -> Any:
-        """The same, of arrays."""
-        return self.logits(torch.from_numpy(tokens)).numpy()
 
 
 @dataclass

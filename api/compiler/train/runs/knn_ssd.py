@@ -16,8 +16,8 @@ from accel.compiler.train.host import HELD, HostKind, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.draft_verify import AT_ONCE, Search, passed
-from accel.compiler.train.runs.head import Whole
 from accel.compiler.train.source import Source
+from accel.compiler.train.whole import Whole
 from accel.ir.errors import InputError
 from accel.ir.program import Program
 from accel.ir.taps import FINAL

@@ -1,0 +1,78 @@
+"""Drafters that are independent heads: one call says all of a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
+from accel.ir.taps import FINAL
+from accel.runtime.call import Logits
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.row import Row
+from accel.runtime.draft import Base, Drafters, More
+from accel.runtime.draft._by_levels import ByLevels
+from accel.runtime.draft._head import RELIES
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.sample import Distribution
+from accel.runtime.speculation.guard import steps_of
+from accel.runtime.speculation.independent import IndependentFollower
+from accel.runtime.tree import Tree
+
+
+class Independent(ByLevels):
+    """All nodes of a level have one law, as far as the tokens before do not matter to a row's sampler."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.probes, self.opening = False, 0.0
+        self._laws: dict[tuple[int, int], Distribution | None] = {}
+
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        self._laws = {}
+        return super().draft(limits, more)
+
+    def law(self, row: int, logits: Logits, seen: Ints) -> Distribution | None:
+        key = row, seen.size
+        if key in self._laws:
+            return self._laws[key]
+        found = super().law(row, logits, seen)
+        if self.rows[row].sampler.choices(logits[None]) is not None:
+            self._laws[key] = found
+        return found
+
+
+@dataclass(frozen=True)
+class IndependentHead(Base):
+    """`path`, `weights`: as of `eagle3`."""
+
+    path: str = ""
+    weights: str = "int8"
+
+    embeds = head = independent = True
+    asks = {"tree": "chain"}
+    provides = frozenset({Invariant.PROBABILITIES})
+    relies = RELIES
+
+    def draft_folder(self) -> Path | None:
+        return Path(self.path or str(files("accel.reference") / self.use)).expanduser()
+
+    def taps(self, layers: int) -> Sequence[str]:
+        return (FINAL,)
+
+    def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
+        model = None if context.model is None else context.model.draft_model
+        head = None if model is None else model.facts.draft_head
+        if model is None or head is None or not head.independent:
+            raise InputError(
+                f"{self.full_name}: this model was built without its head; build it again"
+            )
+        count, cost = len(rows), 0.0
+        if context.costs is not None:  # a draft in one call
+            cost = steps_of(model.costs, count, context.costs, count) / head.independent
+        follower = IndependentFollower(model, session, count, head)
+        return Independent(follower, rows, context, session.vocab_size, cost)

@@ -1,0 +1,120 @@
+"""Training of heads that draft: losses fall, a run that is left goes on as if it had not been, the model stays as it
+is, and a build takes what comes out.
+"""
+
+import models
+import pytest
+import torch
+
+import accel
+from accel.compiler.load.source import open_source
+from accel.compiler.train.kind import kind_of, trained_methods
+from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.source import Source
+from accel.compiler.train.train import train
+from accel.ir.axis import find_axes
+from accel.ir.errors import InputError
+
+METHODS = ("eagle3", "medusa", "bpd")
+OPTIONS = {"length": 16, "rows": 2, "inner": 64, "threads": 1, "minutes": 100.0, "rate": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """A model of four layers, as heads are trained for it."""
+    tiny = models.write(tmp_path_factory.mktemp("heads") / "tiny")
+    models.make("llama", 4).save_pretrained(tiny)
+    quiet = (lambda *_: None,) * 2
+    return Source(tiny, open_source(tiny).tokenizer, None, *quiet)
+
+
+def run_of(source, name, tmp_path):
+    """A run that has learnt nothing, and its rows."""
+    method, options = find_axes()["draft"].build(name), TrainOptions(**OPTIONS)
+    kind = kind_of(type(method))
+    beside, options = kind.opened(method, source, options)
+    run = kind(beside, beside.start(options.inner, 0), options, tmp_path / "run")
+    return run, source.rows(options.length, options.rows, 0)
+
+
+def learnt(run, rows, steps):
+    return [run.learn(*next(rows)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_learns_and_the_model_stays(opened, tmp_path, name):
+    run, rows = run_of(opened, name, tmp_path)
+    before = {n: t.clone() for n, t in run.soft.program.params.items()}
+    one = next(rows)
+    losses = [run.learn(*one)["loss"] for _ in range(30)]
+    assert losses[-1] < losses[0] - 0.1
+    for n, tensor in run.soft.program.params.items():
+        assert torch.equal(tensor, before[n]), n
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_that_was_left_goes_on_as_if_not(opened, tmp_path, name):
+    whole, rows = run_of(opened, name, tmp_path)
+    learnt(whole, rows, 4)
+    first, rows = run_of(opened, name, tmp_path)
+    learnt(first, rows, 2)
+    first.save()
+    second, more = run_of(opened, name, tmp_path)
+    second.load()
+    learnt(second, rows, 2)
+    for mine, other in zip(whole.tensors, second.tensors, strict=True):
+        assert torch.equal(mine, other)
+    third, more = run_of(opened, name, tmp_path)
+    learnt(third, more, 4)
+    assert all(map(torch.equal, whole.tensors, third.tensors)), "and of a seed"
+
+
+@pytest.mark.parametrize("name", ["medusa", "bpd"])
+def test_a_head_learns_what_the_model_says_so_much_further(opened, tmp_path, name):
+    """By the paper: head i of place t learns token t + 2 + i, here what the model says of it. The control: of one
+    further.
+    """
+    run, rows = run_of(opened, name, tmp_path)
+    learnt(run, rows, 2)
+    ids, _ = next(rows)
+    h, says = run.soft.read(ids)
+    found = [loss.detach() for loss, _ in run.drafts(ids)]
+    assert len(found) == 4
+
+    @torch.no_grad()
+    def by_hand(i, ahead):
+        losses = []
+        for b in range(len(ids)):
+            for t in range(ids.shape[1] - ahead):
+                p = says[b, t + ahead][run.soft.ids].softmax(-1)
+                q = run.soft.head.said(h[b : b + 1, t : t + 1])[0, 0, i].log_softmax(-1)
+                losses.append(-(p * q).sum())
+        return torch.stack(losses).mean()
+
+    for i, loss in enumerate(found):
+        torch.testing.assert_close(loss, by_hand(i, i + 1), atol=1e-5, rtol=1e-5)
+        assert abs(float(loss - by_hand(i, i + 2))) > 1e-3
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_build_takes_what_comes_out(opened, tmp_path, name):
+    given = {**OPTIONS, "minutes": 0.005, "out": tmp_path / "head"}
+    made = train(name, opened.path, given)
+    assert made.file == tmp_path / "head" and sorted(f.name for f in made.file.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    more = {"target": "eager", "max_context": 48, "max_batch": 1}
+    with accel.optimize(opened.path, draft=made.file, **more) as model:
+        assert model.draft_model.facts.draft_head.drafter == name
+        drafted = model.generate([5, 9, 3, 11], max_new_tokens=12).tokens
+    with accel.optimize(opened.path, **more) as model:
+        assert model.generate([5, 9, 3, 11], max_new_tokens=12).tokens == drafted
+    with pytest.raises(InputError, match="a head is a folder of its own; give out=DIR"):
+        train(name, opened.path, OPTIONS)
+
+
+def test_every_head_that_is_trained_here_is_tested_here():
+    heads = {n for n, (_, m) in trained_methods().items() if getattr(m, "head", False)}
+    assert heads == set(METHODS)
