@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import accel
 from accel.compiler.load.heads._folder import head_at
+from accel.compiler.with_draft import with_draft
 from accel.ir.errors import AccelError, CaptureError, RecipeError
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.model.compiled import CompiledModel
