@@ -225,15 +225,15 @@ def eagle1_folder(folder, module, tensors, speculators=False, **config):
 class Eagle1:
     """What an EAGLE head of a model drafts, by the formulas of its authors."""
 
-    def __init__(self, tensors, module):
-        self.t = tensors
+    def __init__(self, tensors, module, heads=HEADS):
+        self.t, self.heads = tensors, heads
         self.table = module.get_input_embeddings().weight.detach()
         self.head = module.lm_head.weight.detach()
 
     def states(self, tokens, features):
         """Features of the next tokens [n,W], of tokens and the features before them [n,W]."""
-        t, n, width = self.t, *features.shape
-        size = width // HEADS
+        t, n = self.t, len(features)
+        size = len(t["layers.0.self_attn.q_proj.weight"]) // self.heads
         joined = torch.cat([self.table[tokens], features], -1)
         x = joined @ t["fc.weight"].T + t.get("fc.bias", 0)
 
@@ -250,11 +250,11 @@ class Eagle1:
             return y * cos + torch.cat([-b, a], -1) * sin
 
         q, k, v = turned(heads("q")), turned(heads("k")), heads("v")
-        k, v = (y.repeat_interleave(HEADS // GROUPS, 0) for y in (k, v))
+        k, v = (y.repeat_interleave(self.heads // len(y), 0) for y in (k, v))
         scores = (q @ k.transpose(1, 2)) / size**0.5
         hidden = torch.ones(n, n).triu(1).bool()
         mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-        y = x + mixed.transpose(0, 1).reshape(n, width) @ t["layers.0.self_attn.o_proj.weight"].T
+        y = x + mixed.transpose(0, 1).reshape(n, -1) @ t["layers.0.self_attn.o_proj.weight"].T
         z = y * (y.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()
         z = z * t["layers.0.post_attention_layernorm.weight"]
         up = F.silu(z @ t["layers.0.mlp.gate_proj.weight"].T)

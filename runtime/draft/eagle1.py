@@ -22,6 +22,8 @@ class Eagle1(Head):
     path: str = ""
     weights: str = "int8"
 
+    key = "eagle1"
+
     def draft_folder(self) -> Path | None:
         return Path(self.path or str(files("accel.reference"))).expanduser()
 

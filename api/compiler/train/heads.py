@@ -102,6 +102,36 @@ class Beside:
         return counts.sort(descending=True, stable=True).indices[: self.vocabulary].sort().values
 
     @property
+    def own_words(self) -> int | None:
+        """How many tokens it drafts; None: all."""
+        return None if self.ids is None else len(self.ids)
+
+    @cached_property
+    def layer(self) -> Any:
+        """transformers' configuration of a decoder layer of the model's sizes."""
+        from transformers import LlamaConfig
+
+        facts, width = self.program.facts, self.width
+        attends = next(one for one in facts.layers if one.num_heads)
+        return LlamaConfig(
+            vocab_size=facts.vocab_size,
+            hidden_size=width,
+            intermediate_size=facts.config.get("intermediate_size") or 2 * width,
+            num_hidden_layers=1,
+            num_attention_heads=attends.num_heads,
+            num_key_value_heads=attends.num_kv_heads,
+            head_dim=attends.head_dim,
+            max_position_embeddings=facts.max_context,
+            rms_norm_eps=1e-5,
+        )
+
+    def layer_config(self) -> dict[str, Any]:
+        """The same for a config.json."""
+        layer = self.layer
+        told = {"model_type": layer.model_type, "vocab_size": layer.vocab_size}
+        return {**layer.to_diff_dict(), **told, "num_hidden_layers": 1}
+
+    @property
     def width(self) -> int:
         """Of one output that it reads."""
         first = self.taps(self.program.facts.num_layers)[0]

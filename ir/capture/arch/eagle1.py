@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.ir.capture.arch.features import StandIns
+from accel.ir.capture.arch.own_vocabulary import OwnVocabulary
 from accel.ir.draft_head import DraftHead
 from accel.ir.taps import FINAL
 
@@ -17,9 +18,10 @@ class Eagle1(nn.Module):
     before its attention, over the embedding of a token and what the target's output head read for the one before.
 
     layer: its configuration, of transformers. fc_bias: whether the product that joins the two has a bias.
+    draft_vocabulary: tokens of its own; None: all.
     """
 
-    def __init__(self, layer: Any, fc_bias: bool):
+    def __init__(self, layer: Any, fc_bias: bool, draft_vocabulary: int | None = None):
         super().__init__()
         from transformers import AutoModel
 
@@ -30,10 +32,16 @@ class Eagle1(nn.Module):
         self.layers[0].input_layernorm = nn.Identity()
         self.stand_ins = StandIns(self.draft_head, width)
         self.fc = nn.Linear(2 * width, width, bias=fc_bias)
-        self.lm_head = nn.Linear(width, layer.vocab_size, bias=False, device="meta")
+        self.words = OwnVocabulary(layer.vocab_size, draft_vocabulary)
+        self.lm_head = nn.Linear(width, self.words.count, bias=False, device="meta")
+
+    def guessed(self, e: Tensor, h: Tensor, positions: Tensor) -> Tensor:
+        """The features of the next tokens, of embeddings and features [B,T,W]."""
+        x = self.fc(torch.cat([e, h], dim=-1))
+        turns = self.rotary(x, positions)
+        y: Tensor = self.layers[0](x, attention_mask=None, position_embeddings=turns)
+        return y
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x = self.fc(torch.cat(self.stand_ins(tokens), dim=-1))
-        turns = self.rotary(x, positions)
-        y = self.layers[0](x, attention_mask=None, position_embeddings=turns)
-        return torch.cat([self.lm_head(y), y], dim=-1)
+        y = self.guessed(*self.stand_ins(tokens), positions)
+        return torch.cat([self.words(self.lm_head(y)), y], dim=-1)

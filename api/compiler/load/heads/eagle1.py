@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel.compiler.load.checkpoint import Loaded
 from accel.compiler.load.heads import (
@@ -19,6 +19,7 @@ from accel.compiler.load.heads import (
     names_of,
     output_head,
     size_of,
+    target_ids,
     tensors_of,
 )
 from accel.ir.capture.arch.eagle1 import Eagle1
@@ -27,7 +28,7 @@ from accel.ir.errors import CaptureError
 _TYPE = "speculators_model_type"
 _NAMES = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
 _JOINS, _QUERIES = "fc.weight", "layers.0.self_attn.q_proj.weight"
-_OF_TARGET = ("embed_tokens.weight", "lm_head.weight")
+_OF_TARGET = ("embed_tokens.weight", "lm_head.weight", "t2d")
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
 
 
@@ -63,19 +64,25 @@ def _load(path: Path, config: Config, target: Target) -> Loaded:
     tensors = {_renamed(name): tensor for name, tensor in tensors_of(path).items()}
     for name in _OF_TARGET:
         tensors.pop(name, None)
+    drafted, vocabulary = tensors.pop("d2t", None), _vocabulary(config)
     with torch.no_grad():
-        head = _module(path, config, tensors)
+        head = _module(path, config, tensors, None if drafted is None else len(drafted))
         fill(path, head, tensors, ("stand_ins.", "lm_head."))
-    head = head.float()
-    head.lm_head.weight, stored = output_head(path, target, _vocabulary(config), _width(config))
-    return Loaded(head.eval(), {head.lm_head.weight: stored})
+        weight, stored = output_head(path, target, vocabulary, _width(config))
+        if drafted is None:
+            head.lm_head.weight = weight
+            return Loaded(head.float().eval(), {weight: stored})
+        ids = target_ids(path, drafted, len(drafted), vocabulary)
+        head.words.set_ids(ids)
+        head.lm_head.weight = nn.Parameter(stored.read()[ids])
+    return Loaded(head.float().eval(), {})
 
 
-def _module(path: Path, config: Config, tensors: Mapping[str, Tensor]) -> Eagle1:
+def _module(path: Path, config: Config, tensors: Mapping[str, Tensor], count: int | None) -> Eagle1:
     told = _layer(config)
     if _QUERIES.replace("weight", "bias") in tensors:
         told = {**told, "attention_bias": True}
-    head = Eagle1(layer_config(path, told), _JOINS.replace("weight", "bias") in tensors)
+    head = Eagle1(layer_config(path, told), _JOINS.replace("weight", "bias") in tensors, count)
     if _OUTPUT_BIAS not in tensors:
         attention: Any = head.layers[0].self_attn
         attention.o_proj.bias = None

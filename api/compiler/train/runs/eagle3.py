@@ -28,33 +28,14 @@ class BesideEagle3(Beside):
         return eagle3_taps({}, layers)
 
     def made(self) -> Eagle3:
-        from transformers import LlamaConfig
-
-        facts, width = self.program.facts, self.width
-        attends = next(one for one in facts.layers if one.num_heads)
-        layer = LlamaConfig(
-            vocab_size=facts.vocab_size,
-            hidden_size=width,
-            intermediate_size=facts.config.get("intermediate_size") or 2 * width,
-            num_hidden_layers=1,
-            num_attention_heads=attends.num_heads,
-            num_key_value_heads=attends.num_kv_heads,
-            head_dim=attends.head_dim,
-            max_position_embeddings=facts.max_context,
-            rms_norm_eps=1e-5,
-        )
-        some = None if self.ids is None else len(self.ids)
-        self.layer = layer
-        return Eagle3(Eagle3Config(layer, self.taps(facts.num_layers), width, some, False, width))
+        taps, width, some = self.taps(self.program.facts.num_layers), self.width, self.own_words
+        return Eagle3(Eagle3Config(self.layer, taps, width, some, False, width))
 
     def config(self) -> dict[str, Any]:
         layers = self.program.facts.num_layers
         return {
-            **self.layer.to_diff_dict(),
-            "model_type": self.layer.model_type,
+            **self.layer_config(),
             "architectures": ["LlamaForCausalLMEagle3"],
-            "vocab_size": self.layer.vocab_size,
-            "num_hidden_layers": 1,
             "draft_vocab_size": self.words.count,
             "target_hidden_size": self.width,
             "eagle_config": {
