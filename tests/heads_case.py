@@ -409,7 +409,7 @@ def asked(drafters, rows, *which, limit=30):
     return [trees[i] for i in which]
 
 
-def as_plain(model, tree, temperature, rule="sample-match"):
+def as_plain(model, tree, temperature, rule="sample-match", limit=9):
     """Whether the tokens of two rows, drafted, are those of plain decoding."""
 
     def rows():
@@ -422,7 +422,7 @@ def as_plain(model, tree, temperature, rule="sample-match"):
     method = model.decoding()[1].methods["draft"]
     want, made = plain(model.session(2), rows()), rows()
     with model.session(2) as session:
-        more = {"length": Fixed(9), "model": model, "tree": tree}
+        more = {"length": Fixed(limit), "model": model, "tree": tree}
         list(speculated(session, made, method, rule, **more))
     assert sum(row.drafting["drafted"] for row in made) > 20
     return [row.tokens for row in made] == want

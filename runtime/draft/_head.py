@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from accel.ir.draft_head import DraftHead
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
@@ -20,6 +21,17 @@ from accel.runtime.speculation.guard import steps_of
 RELIES = frozenset({Invariant.EVERY_TOKEN_RUNS, Invariant.ALL_LAYERS_RUN, Invariant.FIXED_LAYERS})
 
 
+def built(method: Base, context: DecodeContext) -> tuple[Any, DraftHead]:
+    """The head's model that was built with the target, and what it says of itself. Raises InputError."""
+    model = None if context.model is None else context.model.draft_model
+    head = None if model is None else model.facts.draft_head
+    if model is None or head is None or head.drafter != method.use:
+        raise InputError(
+            f"{method.full_name}: this model was built without its head; build it again"
+        )
+    return model, head
+
+
 @dataclass(frozen=True)
 class Head(Base):
     """A head with an artifact of its own, which gives the logits of a token and the features of the next."""
@@ -30,16 +42,12 @@ class Head(Base):
     relies = RELIES
 
     def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
-        model = None if context.model is None else context.model.draft_model
-        if model is None or model.facts.draft_head is None:
-            raise InputError(
-                f"{self.full_name}: this model was built without its head; build it again"
-            )
+        model, head = built(self, context)
         branches = context.methods["tree"].branches
         known, count, draft_cost = context.costs, len(rows), 0.0
         if known:
             host = (LEVEL if branches else TOKEN) / known.seconds[0]
             draft_cost = host + steps_of(model.costs, count, known, count)
-        follower = FeatureFollower(model, session, count, branches, model.facts.draft_head)
+        follower = FeatureFollower(model, session, count, branches, head)
         kind = ByLevels if branches else Chains
         return kind(follower, rows, context, session.vocab_size, draft_cost)

@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.ir.taps import FINAL
 from accel.runtime.call import Logits
@@ -16,7 +15,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.draft._by_levels import ByLevels
-from accel.runtime.draft._head import RELIES
+from accel.runtime.draft._head import RELIES, built
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Distribution
 from accel.runtime.speculation.guard import steps_of
@@ -65,12 +64,7 @@ class IndependentHead(Base):
         return (FINAL,)
 
     def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
-        model = None if context.model is None else context.model.draft_model
-        head = None if model is None else model.facts.draft_head
-        if model is None or head is None or not head.independent:
-            raise InputError(
-                f"{self.full_name}: this model was built without its head; build it again"
-            )
+        model, head = built(self, context)
         count, cost = len(rows), 0.0
         if context.costs is not None:  # a draft in one call
             cost = steps_of(model.costs, count, context.costs, count) / head.independent

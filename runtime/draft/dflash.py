@@ -10,12 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
-from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
-from accel.runtime.draft._head import RELIES
+from accel.runtime.draft._head import RELIES, built
 from accel.runtime.draft._published import config_of, dflash_taps
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.blocks import BlockFollower
@@ -47,12 +46,7 @@ class DFlash(Base):
         return dflash_taps(config_of(folder, self.full_name))
 
     def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
-        model = None if context.model is None else context.model.draft_model
-        head = None if model is None else model.facts.draft_head
-        if model is None or head is None or not head.block:
-            raise InputError(
-                f"{self.full_name}: this model was built without its head; build it again"
-            )
+        model, head = built(self, context)
         count, cost = len(rows), 0.0
         if context.costs is not None:  # a block in one call
             cost = steps_of(model.costs, count * head.block, context.costs, count) / head.block

@@ -2,7 +2,8 @@
 exact answers.
 
     python tools/bench/bench_diffusion.py [--model FOLDER] [--prompts N] [--new N] [--block K] [--loops NAME …]
-        [--json FILE]
+        [--merge-adapter FOLDER] [--json FILE]
+    python tools/bench/bench_diffusion.py --learn FILE     prompts of the same tasks, for accel-compile train --tasks
 
 Every loop decodes every prompt, one after the other, so that whatever else runs on the machine meets all alike. Of each
 prompt the speed is compared with that of one token per call; the median of those ratios is told, with calls, exact
@@ -98,10 +99,14 @@ def rewriting(given: Any) -> dict[str, Any]:
     return {use: {**tables, "canvas": {"use": use}} for use, one in made.items() if one.steps()}
 
 
-def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[str, str]]:
-    """Prompts of about `tokens` tokens that no training seed gave, and their answers, of at most `new` tokens."""
+def questions(
+    task: str, count: int, tokens: int, new: int, use: str = "diffusion"
+) -> Iterator[tuple[str, str]]:
+    """Prompts of about `tokens` tokens that no training seed gave, and their answers, of at most `new` tokens. use:
+    other prompts for another.
+    """
     fours = max(1, new // (4 * tasks.TOKENS_PER_LINE["copy"]))  # of lines, of `rest`
-    rng = random.Random(f"diffusion {task} {tokens}")
+    rng = random.Random(f"{use} {task} {tokens}")
     for _ in range(count):
         if task != "rest":
             yield tasks.make(task, rng, tokens)
@@ -201,7 +206,15 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="tokens that there is room for")
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--json", type=Path, help="write every line there")
+    parser.add_argument("--merge-adapter", type=Path, help="of the model, such as dparallel's")
+    parser.add_argument("--learn", type=Path, help="write prompts and answers there, and stop")
     given = parser.parse_args()
+    if given.learn is not None:
+        size = given.prompts, given.tokens, given.new, "learn"
+        pairs = [pair for task in given.tasks for pair in questions(task, *size)]
+        lines = (json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in pairs)
+        given.learn.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return
     warnings.filterwarnings("ignore")
     blocks = json.loads((given.model / "config.json").read_text()).get("block_size")
     draft = {"use": "model", "path": str(given.second), "weights": ""}
@@ -209,7 +222,13 @@ def main() -> None:
     with ExitStack() as stack:
         models = {
             use: stack.enter_context(
-                accel.optimize(given.model, one, max_context=512, verify=False)
+                accel.optimize(
+                    given.model,
+                    one,
+                    max_context=512,
+                    verify=False,
+                    merge_adapter=given.merge_adapter,
+                )
             )
             for use, one in {"whole": recipe, **rewriting(given)}.items()
         }

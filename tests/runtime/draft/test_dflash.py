@@ -16,15 +16,13 @@ from accel.compiler.load.heads._folder import head_at
 from accel.compiler.with_draft import with_draft
 from accel.ir.errors import CaptureError, RecipeError
 from accel.runtime.decode.context import DecodeContext
-from accel.runtime.length.fixed import Fixed
-from accel.runtime.sample.standard import Standard
+from accel.runtime.tree.chain import Chain
 
-from ...draft_case import plain, rows_of, speculated
-from ...heads_case import EPS, GROUPS, HEADS, THETA, drafts, target_of, texts_of
+from ...draft_case import rows_of
+from ...heads_case import EPS, GROUPS, HEADS, THETA, as_plain, drafts, target_of, texts_of
 
 LAYERS, BLOCK, MASK, IDS = 4, 6, 100, (0, 2)
 SIZE = 8  # of an attention head, whatever the width
-PROMPTS = [[5, 9, 3, 11, 7, 30, 2], [2, 8, 60, 41]]
 
 
 @pytest.fixture(scope="module")
@@ -203,21 +201,8 @@ def test_tokens_are_those_of_plain_decoding(tmp_path, target, target_name, tempe
     module, folder, tensors = target
     path = written(tmp_path / "head", config_for(module), tensors)
     out = {"out": tmp_path / "out"} if target_name == "onnx" else {}
-
-    def rows():
-        found = rows_of(PROMPTS, Standard(temperature=temperature), limit=16, max_context=64)
-        for i, row in enumerate(found):
-            row.rng = np.random.default_rng(i)
-        return found
-
     with build(folder, path, target_name, **out) as model:
-        method = model.decoding()[1].methods["draft"]
-        want, made = plain(model.session(2), rows()), rows()
-        with model.session(2) as session:
-            more = {"length": Fixed(4), "model": model}
-            list(speculated(session, made, method, "sample-match", **more))
-    assert [row.tokens for row in made] == want
-    assert sum(row.drafting["drafted"] for row in made) > 20
+        assert as_plain(model, Chain(), temperature, limit=4)
 
 
 @pytest.mark.parametrize(

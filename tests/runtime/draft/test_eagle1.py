@@ -3,7 +3,6 @@
 import json
 
 import models
-import numpy as np
 import pytest
 import torch
 
@@ -11,15 +10,11 @@ import accel
 from accel.compiler.load.heads._folder import head_at
 from accel.compiler.with_draft import with_draft
 from accel.ir.errors import AccelError, RecipeError
-from accel.runtime.length.fixed import Fixed
-from accel.runtime.sample.standard import Standard
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
 
-from ...draft_case import plain, rows_of, speculated
-from ...heads_case import Eagle1, drafts, eagle1_folder, eagle1_tensors, texts_of
+from ...heads_case import Eagle1, as_plain, drafts, eagle1_folder, eagle1_tensors, texts_of
 
-PROMPTS = [[5, 9, 3, 11, 7, 30, 2], [2, 8, 60, 41]]
 FORMS = {"authors": {}, "bias": {"bias": True, "qkv_bias": True}, "speculators": {"bias": True}}
 
 
@@ -98,21 +93,8 @@ def test_a_draft_is_that_of_the_formulas(home, tmp_path, form):
 def test_tokens_are_those_of_plain_decoding(home, tmp_path, target, tree, temperature):
     path, _ = head_of(*(home[0], tmp_path / "head", "bias"))
     out = {"out": tmp_path / "out"} if target == "onnx" else {}
-
-    def rows():
-        found = rows_of(PROMPTS, Standard(temperature=temperature), limit=16, max_context=64)
-        for i, row in enumerate(found):
-            row.rng = np.random.default_rng(i)
-        return found
-
     with build(home[1], path, target, tree.use, **out) as model:
-        method = model.decoding()[1].methods["draft"]
-        want, made = plain(model.session(2), rows()), rows()
-        with model.session(2) as session:
-            more = {"length": Fixed(4), "model": model, "tree": tree}
-            list(speculated(session, made, method, "sample-match", **more))
-    assert [row.tokens for row in made] == want
-    assert sum(row.drafting["drafted"] for row in made) > 20
+        assert as_plain(model, tree, temperature, limit=4)
 
 
 def test_the_format_is_told_by_tensors(home, tmp_path):

@@ -4,7 +4,6 @@ import json
 from functools import cache
 
 import models
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,13 +12,11 @@ import accel
 from accel.compiler.load.heads._folder import HeadFolder, head_at
 from accel.compiler.with_draft import with_draft
 from accel.ir.errors import CaptureError, RecipeError
-from accel.runtime.length.fixed import Fixed
-from accel.runtime.sample.standard import Standard
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
 
-from ...draft_case import plain, rows_of, speculated
 from ...heads_case import (
+    as_plain,
     drafts,
     eagle3_folder,
     eagle3_tensors,
@@ -30,7 +27,6 @@ from ...heads_case import (
 )
 from ...quantised_case import FORMATS
 
-PROMPTS = [[5, 9, 3, 11, 7, 30, 2], [2, 8, 60, 41]]
 KINDS = {"glm4_moe": 2, "deepseek_v3": 2, "qwen3_5_text": 4, "qwen3_next": 4}
 
 
@@ -85,21 +81,8 @@ def test_a_draft_is_that_of_the_module(tmp_path, kind):
 def test_tokens_are_those_of_plain_decoding(tmp_path, kind, target, tree, temperature):
     mtp_folder(module_of(kind), tmp_path)
     out = {"out": tmp_path / "out"} if target == "onnx" else {}
-
-    def rows():
-        found = rows_of(PROMPTS, Standard(temperature=temperature), limit=16, max_context=64)
-        for i, row in enumerate(found):
-            row.rng = np.random.default_rng(i)
-        return found
-
     with build(tmp_path, target, tree.use, **out) as model:
-        method = model.decoding()[1].methods["draft"]
-        want, made = plain(model.session(2), rows()), rows()
-        with model.session(2) as session:
-            more = {"length": Fixed(4), "model": model, "tree": tree}
-            list(speculated(session, made, method, "sample-match", **more))
-    assert [row.tokens for row in made] == want
-    assert sum(row.drafting["drafted"] for row in made) > 20
+        assert as_plain(model, tree, temperature, limit=4)
 
 
 @pytest.fixture(scope="module")
