@@ -25,6 +25,9 @@ class DraftHead:
     block: tokens of a block, the last of the text and masks (the token `mask`), which one call drafts; 0: none. Slot t
     of such a head holds the features of token t, a block's tokens have none, and nothing lies behind logits.
 
+    parallel: how many tokens one call drafts, the first from the features of the last token, the others in slots behind
+    it that hold the token `mask`; 0: not so.
+
     independent: how many tokens are drafted from the features of one, each by logits of its own and whatever the others
     become; 0: not so. Behind the logits of token t + 2 lie those of t + 3 and so on, and no features. Such a head
     reads features alone, and no slot but its own.
@@ -38,6 +41,7 @@ class DraftHead:
     fused: bool = True
     block: int = 0
     mask: int = 0
+    parallel: int = 0
     independent: int = 0
 
     def behind(self, vocab_size: int) -> int:

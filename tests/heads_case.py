@@ -168,6 +168,18 @@ class Eagle3:
             logits, h, held = self.step(table[[found[-1]]], h[-1:], held)
 
 
+def peagle_chain(head, embedding, taps, tokens, count, mask):
+    """What an EAGLE-3 head with `mask_hidden` drafts in one pass behind tokens [n], as `Eagle3.chain`: all but the
+    first from slots of masks, which see each other in order.
+    """
+    table = head.t.get("embed_tokens.weight", embedding)
+    e = torch.cat([table[tokens[1:]], table[[mask]].expand(count - 1, -1)])
+    hidden = head.t["mask_hidden"].flatten().chunk(3)
+    masks = head.fuse([part[None].expand(count - 1, -1) for part in hidden])
+    logits, _, _ = head.step(e, torch.cat([head.fuse(taps), masks]))
+    return head.ids()[logits[-count:].argmax(-1)].tolist()
+
+
 def eagle1_tensors(module, bias=False, qkv_bias=False, seed=0):
     """Those of an EAGLE head of a llama, by their published names."""
     c, g = module.config, torch.Generator().manual_seed(seed)

@@ -121,7 +121,7 @@ class Base(Method):
     fills: ClassVar[bool] = False  # whether its smaller model fills masks; else that is causal
     head: ClassVar[bool] = False  # whether it is a head, which drafts by what the target computes
     blocks: ClassVar[bool] = (
-        False  # whether its head's calls are blocks, whose tokens all see each other
+        False  # whether its head's calls say who sees whom, whatever shape drafts have
     )
     independent: ClassVar[bool] = False  # whether its head's calls say all of a tree at once
     within: ClassVar[bool] = (

@@ -20,6 +20,9 @@ class Eagle3Config:
     tokens; None: all. own_embedding: it has an embedding, else it is given the target's, `embedding` numbers wide.
     residual_normed: the residual stream begins behind `hidden_norm`. tap_norms: a norm of each tap. all_taps_norm: a
     norm of all of them together. output_normed: the features of a drafted token are those behind the last norm.
+
+    parallel: how many tokens are drafted in one call (P-EAGLE, arXiv:2602.01469), all but the first in slots that hold
+    the token `mask`; 0: one after the other.
     """
 
     layer: Any
@@ -32,6 +35,8 @@ class Eagle3Config:
     tap_norms: bool = False
     all_taps_norm: bool = False
     output_normed: bool = False
+    parallel: int = 0
+    mask: int = 0
 
     @property
     def head(self) -> DraftHead:
@@ -39,6 +44,9 @@ class Eagle3Config:
         width = self.layer.hidden_size
         all_taps = self.tap_width * len(self.taps)
         embedding = 0 if self.own_embedding else self.embedding
+        if self.parallel:
+            more = {"mask": self.mask, "parallel": self.parallel}
+            return DraftHead("peagle", self.taps, width, all_taps, embedding, **more)
         return DraftHead("eagle3", self.taps, width, all_taps, embedding)
 
 
@@ -68,6 +76,9 @@ class Eagle3(nn.Module):
         self.fc_norm = nn.ModuleList(nn.RMSNorm(c.tap_width, eps) for _ in c.taps if c.tap_norms)
         self.input_norm = nn.RMSNorm(c.tap_width * len(c.taps), eps) if c.all_taps_norm else None
         self.fc = nn.Linear(c.tap_width * len(c.taps), width, bias=False)
+        self.mask = c.mask
+        if c.parallel:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, c.tap_width * len(c.taps)))
         self.norm = nn.RMSNorm(width, eps)
         self.words = OwnVocabulary(layer.vocab_size, c.draft_vocabulary)
         self.lm_head = nn.Linear(width, self.words.count, bias=False)
@@ -99,6 +110,8 @@ class Eagle3(nn.Module):
         e, h = self.stand_ins(tokens, self.fuse)
         if self.embed_tokens is not None:
             e = self.embed_tokens(tokens)
+        if self.draft_head.parallel:
+            h = torch.where((tokens == self.mask)[..., None], self.fuse(self.mask_hidden), h)
         attention = self.midlayer.self_attn
         x, turns = self.beginning(e, h), self.rotary(h, positions)
         mixed = attention(hidden_states=x, position_embeddings=turns, attention_mask=None)[0]

@@ -48,22 +48,32 @@ def _layer(config: Config) -> Config:
     return inner if isinstance(inner, Mapping) else config
 
 
-def _vocabulary(config: Config) -> int:
+def vocabulary_of(config: Config) -> int:
     return size_of(_layer(config), "vocab_size")
 
 
-def _target_width(config: Config) -> int:
+def target_width(config: Config) -> int:
     inner = _layer(config)
     return size_of(config, "target_hidden_size") or size_of(inner, "hidden_size")
 
 
-def _load(path: Path, config: Config, target: Target) -> Loaded:
+def load_eagle3(
+    path: Path, config: Config, target: Target, parallel: int = 0, mask: int = 0
+) -> Loaded:
+    """The head in a folder; parallel, mask: as of `Eagle3Config`. Raises CaptureError."""
     with torch.no_grad():
-        module = _module(path, config, tensors_of(path), target.layers)
+        module = _module(path, config, tensors_of(path), target.layers, parallel, mask)
     return Loaded(module.float().eval(), {})
 
 
-def _module(path: Path, config: Config, tensors: Mapping[str, Tensor], layers: int) -> Eagle3:
+def _module(
+    path: Path,
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    layers: int,
+    parallel: int,
+    mask: int,
+) -> Eagle3:
     """The head over its tensors. Raises CaptureError."""
     ids = eagle3_ids(config, layers)
     if not all(isinstance(k, int) and 0 <= k <= layers for k in ids):
@@ -90,14 +100,16 @@ def _module(path: Path, config: Config, tensors: Mapping[str, Tensor], layers: i
         Eagle3Config(
             layer,
             eagle3_taps(config, layers),
-            _target_width(config),
+            target_width(config),
             None if drafted is None else count,
             "embed_tokens.weight" in named,
-            _target_width(config),
+            target_width(config),
             residual_normed=bool(config.get("norm_before_residual", False)),
             tap_norms=bool(config.get("fc_norm", eagle.get("fc_norm", False))),
             all_taps_norm=bool(config.get("norm_before_fc", eagle.get("norm_before_fc", False))),
             output_normed=bool(config.get("norm_output", eagle.get("norm_output", False))),
+            parallel=parallel,
+            mask=mask,
         )
     )
     if drafted is not None:
@@ -110,4 +122,4 @@ def _renamed(name: str) -> str:
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")
 
 
-EAGLE3 = HeadFormat("eagle3", _is_head, _vocabulary, _target_width, _load)
+EAGLE3 = HeadFormat("eagle3", _is_head, vocabulary_of, target_width, load_eagle3)
