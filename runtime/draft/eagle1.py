@@ -14,7 +14,8 @@ from accel.runtime.draft._head import Head
 @dataclass(frozen=True)
 class Eagle1(Head):
     """`path`: the folder of a head, in its authors' layout or that of speculators, or an artifact of one; it is copied
-    into the artifact. `weights`: the weight format of its products, a method of the axis `weights` (empty: unchanged).
+    into the artifact. Empty: the bundled head, for the bundled model. `weights`: the weight format of its products, a
+    method of the axis `weights` (empty: unchanged).
 
     Embedding and output head are the target's. EAGLE-2 is such a head with `tree = eagle-tree`.
     """
@@ -25,7 +26,7 @@ class Eagle1(Head):
     key = "eagle1"
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference"))).expanduser()
+        return Path(self.path or str(files("accel.reference") / self.use)).expanduser()
 
     def taps(self, layers: int) -> Sequence[str]:
         return (FINAL,)

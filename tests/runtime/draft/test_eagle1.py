@@ -137,6 +137,6 @@ def test_wrong_heads_are_refused(home, tmp_path, change, words):
         build(folder, path).close()
 
 
-def test_no_head_is_bundled(home):
-    with pytest.raises(RecipeError, match="holds a model, not a head"):
+def test_the_bundled_head_is_for_the_bundled_model(home):
+    with pytest.raises(RecipeError, match="reads states of 256 numbers, and the model's are of 48"):
         build(home[1], "")
