@@ -150,6 +150,13 @@ def test_a_build_takes_what_comes_out(opened, tmp_path, name):
         train(name, opened.path, OPTIONS)
 
 
+def test_three_depths_need_three_layers(tmp_path):
+    tiny = models.write(tmp_path / "tiny")
+    models.make("llama", 2).save_pretrained(tiny)
+    with pytest.raises(InputError, match="of 3 layers or more, and this one has 2; train eagle1"):
+        train("eagle3", tiny, {**OPTIONS, "out": tmp_path / "head"})
+
+
 def test_every_head_that_is_trained_here_is_tested_here():
     heads = {n for n, (_, m) in trained_methods().items() if getattr(m, "head", False)}
     assert heads == set(METHODS)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from accel.compiler.train.heads import Beside, HeadsRun
 from accel.ir.capture.arch.eagle3 import Eagle3, Eagle3Config
+from accel.ir.errors import InputError
 from accel.runtime.draft._published import eagle3_ids, eagle3_taps
 from accel.runtime.draft.eagle3 import Eagle3 as Eagle3Draft
 
+LEAST = 3  # layers of a model
 UNROLLED = 4  # tokens of a draft that it learns
 
 
@@ -25,6 +27,11 @@ class BesideEagle3(Beside):
 
     @classmethod
     def taps(cls, layers: int) -> tuple[str, ...]:
+        if layers < LEAST:
+            raise InputError(
+                f"eagle3: its head reads three depths of a model of {LEAST} layers or more, and this one has {layers}; "
+                "train eagle1 or medusa for it, which read the last hidden state"
+            )
         return eagle3_taps({}, layers)
 
     def made(self) -> Eagle3:
