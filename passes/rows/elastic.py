@@ -112,7 +112,8 @@ def _before(
         near = _first(nth)
         held = torch.stack([stored_rows(m, slots, positions)[:, 0, :, 0] for m in marks], 1)
         tracked = _once(_first((held > 0) & real[:, None]))
-        rows = _once(torch.cat([picks.expand(tokens.shape[0], -1), tracked], 1))
+        asked = torch.where(real.any(1, keepdim=True), picks, NONE)  # [B,K]; by default picks are [1,1]
+        rows = _once(torch.cat([asked, tracked], 1))
         place, taken = inverse(rows, rows, positions)
         at = positions.gather(1, rows.clamp(min=0)).masked_fill(rows < 0, -1)
         drift = every.expand(tokens.shape[0])
