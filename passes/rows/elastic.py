@@ -16,7 +16,6 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
 from accel.ir.picks import NONE, Picks
 from accel.ir.program import Editor, Program
-from accel.ir.region import sizes
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.fuse.residual import Residual
@@ -71,17 +70,12 @@ _COMMON = ("rows", "at", "place", "taken", "window", "tracked", "known", "drift"
 
 
 def _stores(layer: Layer) -> dict[str, fx.Node]:
-    """The new state of a layer, in the step. Raises PassError where its attention does not read its cache as it is."""
+    """The new state of a layer, in the step."""
     (site,) = layer.sites
-    queries, keys = sizes(site.args[0]), sizes(layer.appends[0].args[1])  # type: ignore[arg-type]
-    if site.args[1] is not layer.appends[0] or queries[3] != keys[3]:
-        raise PassError(
-            f"the attention of layer {layer.number} does not read the keys of its cache as they are, so that what it "
-            "drew cannot be compared; choose another method of canvas, such as dkv-cache"
-        )
+    queries = operands_of(site).q.meta["val"]
     return {
         STREAM: layer.store(STREAM),
-        QUERIES: layer.store(QUERIES, int(queries[1]), int(queries[3])),
+        QUERIES: layer.store(QUERIES, int(queries.shape[1]), int(queries.shape[3])),
         MARK: layer.store(MARK, 1, 1),
     }
 
@@ -112,7 +106,9 @@ def _before(
         near = _first(nth)
         held = torch.stack([stored_rows(m, slots, positions)[:, 0, :, 0] for m in marks], 1)
         tracked = _once(_first((held > 0) & real[:, None]))
-        asked = torch.where(real.any(1, keepdim=True), picks, NONE)  # [B,K]; by default picks are [1,1]
+        asked = torch.where(
+            real.any(1, keepdim=True), picks, NONE
+        )  # [B,K]; by default picks are [1,1]
         rows = _once(torch.cat([asked, tracked], 1))
         place, taken = inverse(rows, rows, positions)
         at = positions.gather(1, rows.clamp(min=0)).masked_fill(rows < 0, -1)
@@ -196,37 +192,33 @@ def _keep(
     of = (lambda n: layer.copies[n]) if part else (lambda n: n)
     keys, values = map(of, layer.appends)
     (site,) = map(of, layer.sites)
-    common = [inside[n] for n in ("rows", "place", "taken", "drift", "slots", "positions")]
+    common = [inside[n] for n in ("place", "taken", "drift", "slots", "positions")]
 
     def mix(new: fx.Node, store: fx.Node) -> Any:
-        name = "mix", part
-        return trace(editor, "mix", _mixing(part), *common, new, store, key=name)
+        return trace(editor, "mix", _mixing(part), *common, new, store, key=("mix", part))
 
     first = min(keys, values, key=list(graph.nodes).index)
-    kept: dict[fx.Node, Any] = {}
+    kept = {}
     for append in (keys, values):
         with graph.inserting_before(append):
-            kept[append], old = mix(append.args[1], append.args[0])
-        if append is keys:
-            old_keys = old
-    for append, rows in kept.items():
-        append.update_arg(1, rows)
+            kept[append] = mix(append.args[1], append.args[0])
+        append.update_arg(1, kept[append][0])
     if part:
         layer.refresh(first)
     (out,) = graph.find_nodes(op="output")
     stream, *others = out.args[0]
     given = operands_of(site)
     more = {n: v for n, v in (("sink", given.sink), ("bias", given.bias)) if v is not None}
-    follow = _following(form_of(given), threshold, tuple(more))
+    dtype = inside[MARK].meta["val"].dtype
+    follow = _following(form_of(given), threshold, tuple(more), dtype)
     with graph.inserting_before(out):
         lifted = editor.call(torch.ops.aten.unsqueeze.default, stream, 1)
         stream, _ = mix(lifted, inside[STREAM])
         queries, old = mix(given.q, inside[QUERIES])
-        marks = inside[MARK]
-        told = [inside[n] for n in ("slots", "positions", "window", "tracked", "known", "drift")]
-        heads = old, queries, old_keys, kept[keys]
-        key = "follow", form_of(given), threshold, tuple(more)
-        drift, marked = trace(editor, "follow", follow, *told, *heads, marks, *more.values(), key=key)  # fmt: skip
+        told = [inside[n] for n in ("positions", "window", "tracked", "known", "drift")]
+        heads = old, queries, kept[keys][1], kept[keys][0]
+        key = "follow", form_of(given), threshold, tuple(more), dtype
+        drift, marked = trace(editor, "follow", follow, *told, *heads, *more.values(), key=key)
         written = [
             editor.call(kv_append.default, inside[n], new, inside["slots"])
             for n, new in ((STREAM, stream), (QUERIES, queries), (MARK, marked))
@@ -241,7 +233,6 @@ def _mixing(part: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """
 
     def mix(
-        rows: Tensor,
         place: Tensor,
         taken: Tensor,
         drift: Tensor,
@@ -259,11 +250,12 @@ def _mixing(part: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     return mix
 
 
-def _following(form: Form, threshold: float, more: tuple[str, ...]) -> Callable[..., Any]:
+def _following(
+    form: Form, threshold: float, more: tuple[str, ...], dtype: torch.dtype
+) -> Callable[..., Any]:
     """Whether the attention of tracked tokens has drifted, and which token is tracked next."""
 
     def follow(
-        slots: Tensor,
         positions: Tensor,
         window: Tensor,
         tracked: Tensor,
@@ -273,11 +265,11 @@ def _following(form: Form, threshold: float, more: tuple[str, ...]) -> Callable[
         new: Tensor,
         old_keys: Tensor,
         keys: Tensor,
-        marks: Tensor,
         *others: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Queries [B,H,T,D] and keys [B,G,T,D] before and after; bool [B], and the new `marks` [B,1,T,1]."""
-        whole = replace(form, **dict(zip(more, others, strict=True)))
+        """Queries [B,H,T,D] and keys [B,G,T,D] before and after; bool [B], and marks [B,1,T,1]."""
+        operands: dict[str, Any] = dict(zip(more, others, strict=True))
+        whole = replace(form, **operands)
         where = positions[:, None].expand(-1, keys.shape[1], -1)
 
         def drawn(q: Tensor, columns: Tensor, k: Tensor) -> Tensor:
@@ -295,9 +287,7 @@ def _following(form: Form, threshold: float, more: tuple[str, ...]) -> Callable[
         mass = drawn(new, window, keys).sum((1, 2, 3)) * known
         best = mass.argmax(1, keepdim=True)
         columns = torch.arange(positions.shape[1], device=positions.device)
-        marked = ((columns == best) & (mass > 0)).to(marks.dtype)
-        stays = stored_rows(marks, slots, positions)
-        called = (positions >= 0).any(1)[:, None, None, None]  # a row of padding stays as it is
-        return drift | far, torch.where(called, marked[:, None, :, None], stays)
+        marked = (columns == best) & (mass > 0)
+        return drift | far, marked[:, None, :, None].to(dtype)
 
     return follow

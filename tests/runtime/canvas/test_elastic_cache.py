@@ -9,19 +9,22 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import accel
 from accel.ir.axis import Axis
+from accel.ir.errors import PassError
 from accel.runtime.canvas.elastic_cache import ElasticCache
 from accel.runtime.loop.dllm_threshold import DllmThreshold
 
 from ...diffusion_case import (
     BLOCK,
+    MASK,
     NEW,
     Fed,
     Slots,
-    decoded,
     eager,
     official,
     prompts,
     surest,
+    with_loop,
+    with_steps,
 )
 from ..canvas_case import followed
 
@@ -172,16 +175,16 @@ class WithoutNewest(Window):
 def test_a_window_without_the_newest_is_seen():
     """By the reference by which the law of loops judges the method."""
     module, compiled = eager(False)
-    given, options = prompts(0, (5, 11)), CASES[0].options
+    (prompt,), options = prompts(0, (5,)), CASES[0].options
 
     def plain(rule):
         every = lambda: rule(**options)  # noqa: E731
-        made = [official(module, p, NEW, NEW, surest(1), every, slots=Elastic) for p in given]
-        return [tokens for tokens, _ in made]
+        return official(module, prompt, NEW, NEW, surest(1), every, slots=Elastic)[0]
 
     table = {"use": "elastic-cache", **options}
-    tokens, *_ = decoded(compiled, "dllm-lowconf", given, canvas=table, block=NEW)
-    assert tokens == plain(Window) != plain(WithoutNewest)
+    with with_loop(compiled, "dllm-lowconf", table, block=NEW) as made:
+        (found,) = made.generate([prompt], NEW, eos=[]).tokens
+    assert found == plain(Window) != plain(WithoutNewest)
 
 
 # The paper's decoding of published shapes
@@ -242,7 +245,7 @@ def deeper(name, layers=4):
 GIVEN, LONG = [[5, 6, 7, 8, 9, 4], [1, 2, 3]], 14
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["eager", "onnx"])
 @pytest.mark.parametrize("name", models.FILLERS)
 def test_tokens_of_published_shapes_are_those_of_the_papers_loop(name, target):
@@ -274,6 +277,7 @@ def logits_of(canvas, shift, given):
     return followed(DllmThreshold(block=BLOCK, threshold=0.5), canvas, shift, given).logits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
 def test_a_refresh_in_every_call_is_no_cache(shift):
     """Bit for bit: the logits of every call, of rows in a batch, whose window is all masks. The control: a cache."""
@@ -285,3 +289,51 @@ def test_a_refresh_in_every_call_is_no_cache(shift):
     assert len(whole) == len(every) > 3
     assert all(map(np.array_equal, whole, every))
     assert not all(map(np.array_equal, whole[:3], never[:3]))
+
+
+def test_layers_above_a_drift_alone_compute_all():
+    """The others what is named, and the tokens that the call before found most attended."""
+    text, canvas = [3, 4, 5, 6, 7, *[MASK] * 5], {"use": "elastic-cache", "window": 3}
+    compiled = with_loop(eager(False)[1], "dllm-lowconf", {**canvas, "threshold": 2.0})
+    with compiled as made, made.session() as session:
+        session.write([text], 0)
+        before = {n: a.copy() for n, a in session._core.backend.buffers().items()}
+        session.write([[*text[:5], 8, *text[6:]]], [list(range(10))], picks=[[5, 6, 7]])
+        after = session._core.backend.buffers()
+        names = [f"outputs.{i}.stream" for i in (0, 1)]
+        below, above = (
+            np.flatnonzero((after[n] != before[n]).any((0, 1, 3))).tolist() for n in names
+        )
+    tracked = {*below} - {5, 6, 7}
+    assert len(below) == 3 + len(tracked) and tracked and tracked < {0, 1, 2, 3, 4}
+    assert above == list(range(10))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"kv.codec": {"use": "kv-int8"}},
+        {"depth": {"use": "by-call"}},
+        {"loop": {"use": "freedave"}},
+    ],
+)
+def test_what_changes_the_cache_its_layers_or_its_calls_is_refused(recipe):
+    tables = {"loop": {"use": "dllm-lowconf"}, "canvas": {"use": "elastic-cache"}, **recipe}
+    with pytest.raises(accel.RecipeError, match="canvas"):
+        accel.optimize(models.llada(), tables, target="eager")
+
+
+def test_models_without_masks_are_named():
+    program = eager(False)[1].program.copy()
+    program.facts.diffusion = None
+    with pytest.raises(PassError, match="no mask token"):
+        with_steps(program, ElasticCache())
+
+
+def test_options_out_of_range_are_refused():
+    for options in ({"window": 0}, {"refresh": -1}, {"threshold": float("nan")}):
+        with pytest.raises(accel.RecipeError, match=next(iter(options))):
+            AXIS.build("elastic-cache", **options)
