@@ -246,5 +246,7 @@ def mixed(new: Tensor, place: Tensor, taken: Tensor, old: Tensor) -> Tensor:
 
 def mixed_heads(new: Tensor, place: Tensor, taken: Tensor, old: Tensor) -> Tensor:
     """The same of heads: [B,G,K,D] and [B,G,T,D] -> [B,G,T,D]."""
-    index = place[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-    return torch.where(taken[:, None, :, None], new.gather(2, index), old)
+    heads = new.shape[1]
+    index = place[:, None].expand(-1, heads, -1).flatten(0, 1)
+    rows = take_rows(new.flatten(0, 1), index).unflatten(0, (-1, heads))
+    return torch.where(taken[:, None, :, None], rows, old)
