@@ -301,7 +301,7 @@ def with_steps(program: Any, canvas: Any) -> Any:
     steps = canvas.steps()
     if not steps:
         return program
-    key = id(program), canvas
+    key = id(program), *steps
     if key not in _STEPPED:
         made = program.copy()
         for step in steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Elastic(Pass):
     user: the method whose calls leave out rows.
     """
 
-    user: Method
+    user: Method = field(compare=False)
     window: int
     threshold: float
 

@@ -133,7 +133,7 @@ def case(window, threshold, refresh=0):
     return Fed(options, lambda: Window(window, threshold, refresh), Elastic)
 
 
-CASES = [case(6, 0.97), case(4, -1.0, 7)]
+CASES = [case(BLOCK, 0.97), case(4, -1.0, 7)]
 
 
 # Broken variants, which the reference has to tell from the method
@@ -280,11 +280,12 @@ def logits_of(canvas, shift, given):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
 def test_a_refresh_in_every_call_is_no_cache(shift):
-    """Bit for bit: the logits of every call, of rows in a batch, whose window is all masks. The control: a cache."""
+    """Bit for bit: the logits of every call, of rows in a batch, whose window is the block. The control: a cache."""
     given = prompts(0, (5, 11, 7))
     whole = logits_of(None, shift, given)
     every, never = (
-        logits_of(ElasticCache(window=NEW, threshold=2.0, refresh=n), shift, given) for n in (1, 0)
+        logits_of(ElasticCache(window=BLOCK, threshold=0.97, refresh=n), shift, given)
+        for n in (1, 0)
     )
     assert len(whole) == len(every) > 3
     assert all(map(np.array_equal, whole, every))
@@ -293,12 +294,11 @@ def test_a_refresh_in_every_call_is_no_cache(shift):
 
 def test_layers_above_a_drift_alone_compute_all():
     """The others what is named, and the tokens that the call before found most attended."""
-    text, canvas = [3, 4, 5, 6, 7, *[MASK] * 5], {"use": "elastic-cache", "window": 3}
-    compiled = with_loop(eager(False)[1], "dllm-lowconf", {**canvas, "threshold": 2.0})
-    with compiled as made, made.session() as session:
+    text, table = [3, 4, 5, 6, 7, *[MASK] * 5], {"use": "elastic-cache", **CASES[0].options}
+    with with_loop(eager(False)[1], "dllm-lowconf", table) as made, made.session() as session:
         session.write([text], 0)
         before = {n: a.copy() for n, a in session._core.backend.buffers().items()}
-        session.write([[*text[:5], 8, *text[6:]]], [list(range(10))], picks=[[5, 6, 7]])
+        session.write([[*text[:5], 8, 9, 8, *text[8:]]], [list(range(10))], picks=[[5, 6, 7]])
         after = session._core.backend.buffers()
         names = [f"outputs.{i}.stream" for i in (0, 1)]
         below, above = (
