@@ -73,6 +73,10 @@ class Slots:
         self.module = module
         self.kept: list[dict[int, Any]] = [{} for _ in module.qkv]
 
+    def says(self, masks):
+        """Those of the masks [W] that the last call says something of."""
+        return masks
+
     @torch.no_grad()
     def write(self, tokens, places):
         """Logits [T,V] of tokens [T] that are at these places, which see all that was written."""
@@ -228,7 +232,7 @@ def official(
             logits = np.stack([said.get(int(i), np.zeros(VOCABULARY, np.float32)) for i in at])
             logits[:, MASK] = -np.inf
             token, here = logits.argmax(1), at < stop
-            free = masks[at] & np.isin(at, [*said])
+            free = store.says(masks)[at] & np.isin(at, [*said])
             seen = Seen(
                 at[here], masks[start:stop].copy(), free[here], logits[here], at[free], logits[free],
                 step, len(prompt), end, memory, x[:start].tolist(),
@@ -297,7 +301,7 @@ def with_steps(program: Any, canvas: Any) -> Any:
     steps = canvas.steps()
     if not steps:
         return program
-    key = id(program), type(canvas)
+    key = id(program), *steps
     if key not in _STEPPED:
         made = program.copy()
         for step in steps:

@@ -102,18 +102,18 @@ class Layer:
         """The input of `whole` that a value of the step is."""
         return self.holders[list(self.call.args).index(value)]
 
-    def store(self, detail: str) -> fx.Node:
-        """A new state value [B,1,C,E] of the layer, in the step."""
+    def store(self, detail: str, heads: int = 1, width: int = 0) -> fx.Node:
+        """A new state value [B,heads,C,width] of the layer, in the step; `width` 0: that of the stream."""
         program, step = self.program, self.program.step
         stream = self.stream.meta["val"]
-        batch, _, width = stream.shape
+        batch, width = stream.shape[0], width or int(stream.shape[2])
         slots = step.input(name_of(Part.KEYS, self.number)).meta["val"].shape[2]
         dtype = str(stream.dtype).removeprefix("torch.")
-        shape = ("B", 1, "C", int(width))
+        shape = ("B", heads, "C", width)
         state = State(Part.OUTPUTS, self.number, dtype, shape, detail=detail)
         program.state.append(state)
         return Editor(program, step.graph).placeholder(
-            state.name, (batch, 1, slots, width), stream.dtype
+            state.name, (batch, heads, slots, width), stream.dtype
         )
 
     def added(self, values: Sequence[fx.Node]) -> list[fx.Node]:
@@ -164,9 +164,9 @@ class Layer:
                 node.kwargs = map_arg(node.kwargs, lambda n: place.get(n, n))
             follows = follows or node is start
 
-    def close(self, flag: fx.Node, states: Sequence[str]) -> None:
+    def close(self, flag: fx.Node, states: Sequence[str]) -> list[fx.Node]:
         """Let the call run `whole` where the bool `flag` [] holds, else `part`; both give new state values behind what
-        they gave before.
+        they gave before, and then values of the step, which are returned.
         """
         region, call, graph = self.call.target, self.call, self.call.graph
         assert isinstance(region, Region)
@@ -180,14 +180,15 @@ class Layer:
         (out,) = self.whole.find_nodes(op="output")
         values = [n.meta["val"] for n in out.args[0][count:]]
         call.meta["val"] = (*call.meta["val"], *values)
-        outputs = dict(self.program.step.output_nodes())
-        last = call
-        for i, name in enumerate(states):
+        found, last = [], call
+        for i, value in enumerate(values, count):
             with graph.inserting_after(last):
-                last = graph.call_function(operator.getitem, (call, count + i))
-            last.meta["val"] = values[i]
-            outputs[output_of(name)] = last
-        self.program.step.set_outputs(outputs)
+                last = graph.call_function(operator.getitem, (call, i))
+            last.meta["val"] = value
+            found.append(last)
+        new = dict(zip(map(output_of, states), found, strict=False))
+        self.program.step.set_outputs(self.program.step.output_nodes() | new)
+        return found[len(states) :]
 
     def refresh(self, first: fx.Node) -> None:
         """Work out the shapes of `part` anew, from a node on."""
@@ -245,5 +246,7 @@ def mixed(new: Tensor, place: Tensor, taken: Tensor, old: Tensor) -> Tensor:
 
 def mixed_heads(new: Tensor, place: Tensor, taken: Tensor, old: Tensor) -> Tensor:
     """The same of heads: [B,G,K,D] and [B,G,T,D] -> [B,G,T,D]."""
-    index = place[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-    return torch.where(taken[:, None, :, None], new.gather(2, index), old)
+    heads = new.shape[1]
+    index = place[:, None].expand(-1, heads, -1).flatten(0, 1)
+    rows = take_rows(new.flatten(0, 1), index).unflatten(0, (-1, heads))
+    return torch.where(taken[:, None, :, None], rows, old)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -35,7 +35,7 @@ class Stored(Pass):
     The first layer computes every row of a call. user: the method whose calls leave out rows.
     """
 
-    user: Method
+    user: Method = field(compare=False)
 
     after = (Layers, Residual)
     must_change = True

@@ -24,7 +24,7 @@ class Sheet:
     Attributes: `step`: calls of the block before; `first`, `last`: its slots, the last excluded; `open` [W]: which
     slots are masks to be filled; `age` [W]: calls of the row since a slot was filled or the row began, 0 of masks;
     `shift`: 1 where the logits of a slot are of the slot after it, else 0; `start`: slots of the prompt; `call`: calls
-    of the row before.
+    of the row before; `new`: slots, the last ones, that the session does not hold.
     """
 
     step: int
@@ -35,6 +35,7 @@ class Sheet:
     shift: int
     start: int = 0
     call: int = 0
+    new: int = 0
 
     @property
     def every(self) -> Mask:
@@ -80,6 +81,10 @@ class Base(Method, ABC):
 
     def part(self, sheet: Sheet) -> Part | None:
         """Which of them the layers compute; None: all. What the session does not hold yet is computed in any case."""
+        return None
+
+    def says(self, sheet: Sheet) -> Mask | None:
+        """The masks [W] of which a call says something; None: all whose logits it has."""
         return None
 
     def steps(self) -> list[Any]:

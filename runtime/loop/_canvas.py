@@ -183,13 +183,15 @@ class Canvas:
         for i in np.flatnonzero(counts).tolist():
             end = int(self.sight[i])
             sheet = self._sheet(i)
-            missing = sheet.at >= self.session.lengths[i * self.branches]
+            missing = sheet.at >= end - sheet.new
             fed[i] = self._method.feeds(sheet) | missing
             if (some := self._method.part(sheet)) is not None:
                 parts[i] = Part((some.slots | missing) & fed[i], some.more)
             slots = sheet.at[self.first[i] : end if rest else self.last[i]]
             slots = slots[hidden[i, : counts[i], slots].any(axis=1)]
-            asked[i] = slots[fed[i][np.maximum(slots - self._shift, 0)]]
+            slots = slots[fed[i][np.maximum(slots - self._shift, 0)]]
+            seen = self._method.says(sheet)
+            asked[i] = slots if seen is None else slots[seen[slots]]
             if not (asked[i] < self.last[i]).any():
                 raise AccelError(
                     f"{self._method.full_name} computes no mask of the block that row {i} is at (call {self._step} of "
@@ -213,7 +215,8 @@ class Canvas:
         """A row as the method sees it."""
         end = int(self.sight[i])
         place = self._step, int(self.first[i]), int(self.last[i])
-        row = self.rows[i].prompt.size, int(self._calls[i])
+        new = max(0, end - int(self.session.lengths[i * self.branches]))
+        row = self.rows[i].prompt.size, int(self._calls[i]), new
         return Sheet(*place, self.open[i, :end], self._age[i, :end], self._shift, *row)
 
     def _called(

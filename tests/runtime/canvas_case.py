@@ -1,6 +1,6 @@
 """What the calls of a loop that fills masks computed, beside the slots that each call filled."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,9 @@ class Followed:
 def followed(loop: Any, canvas: Any, shift: bool, given: Any) -> Followed:
     """A loop over prompts, its canvas method (None: all slots)."""
     _, compiled = eager(shift)
-    use = canvas.use if canvas is not None and canvas.steps() else "whole"
+    table: Any = "whole"
+    if canvas is not None and canvas.steps():
+        table = {"use": canvas.use, **asdict(canvas)}
     seen = Followed()
     rows = [
         Row(np.array(p), Standard(), np.random.default_rng(0), limit=NEW, max_context=LONGEST)
@@ -38,7 +40,7 @@ def followed(loop: Any, canvas: Any, shift: bool, given: Any) -> Followed:
     ]
     own = Canvas.look, Canvas.commit
 
-    with with_loop(compiled, "dllm-lowconf", use) as made, made.session(len(rows)) as session:
+    with with_loop(compiled, "dllm-lowconf", table) as made, made.session(len(rows)) as session:
         write = session.write
 
         def written(tokens, at, lengths, columns, picks=None):

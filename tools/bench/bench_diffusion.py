@@ -51,6 +51,18 @@ VARIED: dict[str, Tables] = {  # loops with other options than their defaults
         {"use": "dllm-lowconf"},
         {"use": "dllm-featcache", "answer": 2},
     ),
+    "dllm-threshold, elastic, one block": (
+        {"use": "dllm-threshold", "block": 1 << 20},
+        {"use": "elastic-cache"},
+    ),
+    "dllm-lowconf, elastic, threshold 0.5": (
+        {"use": "dllm-lowconf"},
+        {"use": "elastic-cache", "threshold": 0.5},
+    ),
+    "dllm-lowconf, elastic, threshold 0.99": (
+        {"use": "dllm-lowconf"},
+        {"use": "elastic-cache", "threshold": 0.99},
+    ),
     "learn2pd, end filled": ({"use": "learn2pd", "end": "filled"}, {}),
     "learn2pd, end guessed": ({"use": "learn2pd", "end": "guessed"}, {}),
     "apd, recompute-window": ({"use": "apd"}, {"use": "recompute-window"}),
@@ -92,11 +104,11 @@ def loops(blocks: bool, block: int, only: list[str] | None = None) -> dict[str, 
 
 
 def rewriting(given: Any) -> dict[str, Any]:
-    """A recipe for each method of `canvas`, among the loops that are measured, that changes the graph."""
-    uses = {canvas["use"] for _, canvas in loops(False, 1, given.loops).values() if canvas}
-    made = {use: find_axes()["canvas"].build(use) for use in sorted(uses)}
-    tables = {"loop": {"use": PLAIN}}
-    return {use: {**tables, "canvas": {"use": use}} for use, one in made.items() if one.steps()}
+    """A recipe for each table of `canvas`, among the loops that are measured, whose method changes the graph."""
+    tables = {str(canvas): canvas for _, canvas in loops(False, 1, given.loops).values() if canvas}
+    made = {key: host_method({"canvas": one}, "canvas", "whole") for key, one in tables.items()}
+    loop = {"loop": {"use": PLAIN}}
+    return {key: {**loop, "canvas": tables[key]} for key, one in made.items() if one.steps()}
 
 
 def questions(
@@ -115,24 +127,36 @@ def questions(
         yield "".join(text for text, _ in pieces[:-2]), pieces[-2][0]
 
 
+def streams(session: Session) -> list[Any]:
+    """A copy of the stream behind each layer, where the session keeps it."""
+    buffers = session._core.backend.buffers() if session._core.backend else {}
+    return [a.copy() for n, a in buffers.items() if n.endswith(".stream")]
+
+
 def measure(models: dict[str, Any], given: Any) -> list[dict[str, Any]]:
-    """A line for each loop, task and prompt. models: by the method of `canvas` that they were built with, `whole` for
+    """A line for each loop, task and prompt. models: by the table of `canvas` that they were built with, `whole` for
     those that change no graph.
     """
-    found, shares = [], list[float]()
+    found, shares, aside = [], list[float](), list[float]()
     own, model = Session.write, models["whole"]
 
     def write(
         session: Session, tokens: Any, at: Any, lengths: Any, rows: Any, picks: Any = None
     ) -> Any:
+        start = time.perf_counter()
+        before = streams(session)
+        called = time.perf_counter()
         logits = own(session, tokens, at, lengths, rows, picks)
+        aside.append(called - start - time.perf_counter())
         computed = lengths.max()
-        if (
-            picks is not None
-        ):  # by the mean layer, of which the lowest compute all that the call is given
+        if picks is not None and before:  # layers choose how many
+            pairs = zip(before, streams(session), strict=True)
+            computed = statistics.mean(int((old != new).any((0, 1, 3)).sum()) for old, new in pairs)
+        elif picks is not None:  # by the mean layer, of which the lowest compute all that is given
             first = model.facts.picks.first / model.facts.num_layers
             computed = first * computed + (1 - first) * (picks >= CHOSEN).sum()
         shares.append(computed / session.length)
+        aside[-1] += time.perf_counter()
         return logits
 
     Session.write = write  # type: ignore[method-assign]
@@ -143,16 +167,17 @@ def measure(models: dict[str, Any], given: Any) -> list[dict[str, Any]]:
             every = loops(model.facts.blocks is not None, given.block, given.loops)
             for name, (table, canvas) in every.items():
                 tables = {"loop": table, "canvas": canvas}
-                model = models.get(canvas.get("use", ""), models["whole"])
+                model = models.get(str(canvas), models["whole"])
                 model._loop = host_method(tables, "loop", PLAIN)
                 model._methods = {
                     **model._methods,
                     "canvas": host_method(tables, "canvas", "whole"),
                 }
                 shares.clear()
+                aside.clear()
                 start = time.perf_counter()
                 out = model.generate(prompt, max_new_tokens=given.new)
-                seconds = time.perf_counter() - start
+                seconds = time.perf_counter() - start - sum(aside)
                 right = out.text[0].removesuffix("<|eos|>") == answer
                 one = {"task": task, "prompt": number, "loop": name, "right": right}
                 one |= {"calls": out.stats["calls"], "tokens": len(out.tokens[0])}

@@ -198,6 +198,7 @@ class Plain:
         return ids[len(prompt) :].tolist()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", [pytest.param("eager", marks=pytest.mark.long), "onnx"])
 @pytest.mark.parametrize("name", models.FILLERS)
 def test_tokens_of_published_shapes_are_those_of_the_papers_loop(name, target):
