@@ -151,6 +151,14 @@ def test_a_build_takes_what_comes_out(opened, tmp_path, name):
         train(name, opened.path, OPTIONS)
 
 
+def test_keys_that_are_turned_otherwise_are_refused(tmp_path):
+    tiny = models.write(tmp_path / "tiny")
+    models.make("gpt2", 2).save_pretrained(tiny)
+    source = Source(tiny, open_source(tiny).tokenizer, None, *(lambda *_: None,) * 2)
+    with pytest.raises(InputError, match="does not turn its keys as Llama does"):
+        run_of(source, "glide", tmp_path)
+
+
 def test_every_head_that_is_trained_here_is_tested_here():
     heads = {n for n, (_, m) in trained_methods().items() if getattr(m, "head", False)}
     assert heads == set(METHODS)
