@@ -28,6 +28,9 @@ class DraftHead:
     parallel: how many tokens one call drafts, the first from the features of the last token, the others in slots behind
     it that hold the token `mask`; 0: not so.
 
+    reads: how many of a token's features, the last ones, are keys and values of the target, in whose attention the head
+    looks. They are 0 for a token that the target did not run, which nothing sees there, and do not lie behind logits.
+
     independent: how many tokens are drafted from the features of one, each by logits of its own and whatever the others
     become; 0: not so. Behind the logits of token t + 2 lie those of t + 3 and so on, and no features. Such a head
     reads features alone, and no slot but its own.
@@ -43,15 +46,16 @@ class DraftHead:
     mask: int = 0
     parallel: int = 0
     independent: int = 0
+    reads: int = 0
 
     def behind(self, vocab_size: int) -> int:
         """How many numbers a step gives behind a token's logits."""
         if self.independent:
             return vocab_size * (self.independent - 1)
-        return 0 if self.block else self.width
+        return 0 if self.block else self.width - self.reads
 
     def vocabulary_of(self, width: int) -> int:
         """How many tokens the head drafts where a step gives so many numbers."""
         if self.independent:
             return width // self.independent
-        return width if self.block else width - self.width
+        return width if self.block else width - self.behind(width)

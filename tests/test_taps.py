@@ -1,4 +1,6 @@
-"""Outputs of the step: the residual stream, as transformers gives it."""
+"""Outputs of the step: the residual stream, keys and values, as transformers gives them."""
+
+from dataclasses import replace
 
 import models
 import numpy as np
@@ -6,8 +8,11 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.over_state import over_state
+from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError
-from accel.ir.taps import EMBEDS, FINAL, stream
+from accel.ir.taps import EMBEDS, FINAL, keys, stream, values
+from accel.passes.state.kv_taps import KvTaps
 from accel.runtime.loop.contrastive import Contrastive
 
 LAYERS = 2
@@ -69,10 +74,12 @@ def test_each_is_what_transformers_gives(monkeypatch, name, target):
         assert np.abs(whole.extra[stream(1)][row, :count] - other.numpy()).max() > 1e-2
 
 
-def test_logits_are_those_of_a_model_without(monkeypatch):
+@pytest.mark.few(1)
+@pytest.mark.parametrize("names", [NAMES, (keys(1), values(1))])
+def test_logits_are_those_of_a_model_without(monkeypatch, names):
     module = models.make("llama", LAYERS).eval()
     with (
-        build(monkeypatch, module, "onnx") as made,
+        build(monkeypatch, module, "onnx", names) as made,
         accel.optimize(module, "base", target="onnx", max_context=32, max_batch=2) as base,
     ):
         with made.session(2) as one, base.session(2) as other:
@@ -83,3 +90,51 @@ def test_logits_are_those_of_a_model_without(monkeypatch):
 def test_a_name_that_no_layer_has_is_refused(monkeypatch):
     with pytest.raises(PassError, match=r"loop.contrastive: .*stream.2.*stream.1"):
         build(monkeypatch, models.make("llama", LAYERS).eval(), "eager", (stream(2),))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_keys_and_values_are_those_of_the_cache(monkeypatch, target):
+    """Of every token of each call, turned by its position. The control: those of the layer before."""
+    module, names = models.make("llama", LAYERS).eval(), (keys(1), values(1))
+    with build(monkeypatch, module, target, names) as made, made.session(2) as session:
+        whole = session.step(TOKENS, COUNTS, want=names)
+        more = session.step([[6], [6]], want=names)
+        buffers = session._core.backend.buffers()
+        for name, part in zip(names, "kv", strict=True):
+            for row, count in enumerate(COUNTS):
+                held, before = (
+                    buffers[f"kv.{layer}.{part}"][row, :, : count + 1].swapaxes(0, 1)
+                    for layer in (1, 0)
+                )
+                parts = [whole.extra[name][row, :count], more.extra[name][row]]
+                found = np.concatenate(parts)
+                np.testing.assert_array_equal(found, held.reshape(count + 1, -1))
+                assert np.abs(found - before.reshape(count + 1, -1)).max() > 1e-2
+            ids = torch.tensor([[*TOKENS[0].tolist(), 6]])
+            cache = module(ids, use_cache=True).past_key_values.layers[1]
+            want = (cache.keys if part == "k" else cache.values)[0].transpose(0, 1).flatten(1)
+            found = np.concatenate([whole.extra[name][0], more.extra[name][0]])
+            np.testing.assert_allclose(found, want.detach(), atol=2e-5, rtol=2e-4)
+
+
+def with_shares(program):
+    program.facts.layers[1] = replace(program.facts.layers[1], shares=0)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("plain_latent", lambda p: p, "it has a latent, or values of another width"),
+        ("mamba", lambda p: p, "it attends 0 times"),
+        ("llama", with_shares, "it reads those of layer 0"),
+    ],
+)
+def test_layers_without_keys_and_values_of_their_own_are_refused(monkeypatch, kind, change, words):
+    monkeypatch.setattr(Contrastive, "taps", lambda self, layers: (keys(1), values(1)))
+    program = change(over_state(capture(models.make(kind, LAYERS).eval(), max_context=32)))
+    with pytest.raises(
+        PassError, match=f"loop.contrastive reads the keys and values of layer 1, but {words}"
+    ):
+        KvTaps((Contrastive(),)).run(program)

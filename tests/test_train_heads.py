@@ -11,6 +11,7 @@ from accel.compiler.load.source import open_source
 from accel.compiler.train.kind import kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs import eagle1
+from accel.compiler.train.runs.glide import BLOCK, block_mask
 from accel.compiler.train.source import Source
 from accel.compiler.train.train import train
 from accel.ir.axis import find_axes
@@ -18,7 +19,7 @@ from accel.ir.errors import InputError
 
 from .heads_case import Eagle1
 
-METHODS = ("eagle1", "eagle3", "medusa", "bpd")
+METHODS = ("eagle1", "eagle3", "medusa", "bpd", "glide")
 OPTIONS = {"length": 16, "rows": 2, "inner": 64, "threads": 1, "minutes": 100.0, "rate": 5e-3}
 
 
@@ -131,6 +132,41 @@ def test_a_head_of_eagle_learns_states_and_what_is_said_of_them(opened, tmp_path
     assert abs(float(loss - by_hand(2))) > 1e-3
 
 
+def test_a_block_sees_what_was_there_before_it(opened, tmp_path):
+    """GliDe's mask: token q sees key k only where it lies in an earlier block, floor((k + 4) / 5) < floor((q + 4) / 5),
+    of blocks that begin at token 1. What is learnt at each place of a block is what the model says there, by a forward
+    pass of each block by itself. The control: all keys before a token.
+    """
+    seen = block_mask(12, BLOCK)
+    for t, row in enumerate(seen):
+        for k, sees in enumerate(row):
+            assert bool(sees) == ((k + 4) // 5 < (t + 1 + 4) // 5)
+    run, rows = run_of(opened, "glide", tmp_path)
+    learnt(run, rows, 2)
+    ids, _ = next(rows)
+    read, says = run.soft.read(ids)
+    found = [loss.detach() for loss, _ in run.drafts(ids)]
+
+    @torch.no_grad()
+    def by_hand(whole):
+        """Of drafts behind each fifth token: its head sees zeros in place of keys that come later."""
+        losses = [[] for _ in range(BLOCK)]
+        x, count = run.soft.embedded(ids[:, 1:]), ids.shape[1] - 1
+        for first in range(0, count, BLOCK):
+            known = read[:, :-1].clone()
+            if not whole:
+                known[:, first + 1 :] = 0
+            logits = run.soft.head.said(x, known, torch.arange(count)[None])
+            for n in range(min(BLOCK, count - first)):
+                p = run.soft.words.of(says[:, first + n + 1]).softmax(-1)
+                losses[n].append(-(p * logits[:, first + n].log_softmax(-1)).sum(-1))
+        return [torch.cat(one).mean() for one in losses]
+
+    for loss, want in zip(found, by_hand(False), strict=True):
+        torch.testing.assert_close(loss, want, atol=1e-5, rtol=1e-5)
+    assert abs(float(found[-1] - by_hand(True)[-1])) > 1e-4
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_build_takes_what_comes_out(opened, tmp_path, name):
@@ -155,6 +191,14 @@ def test_three_depths_need_three_layers(tmp_path):
     models.make("llama", 2).save_pretrained(tiny)
     with pytest.raises(InputError, match="of 3 layers or more, and this one has 2; train eagle1"):
         train("eagle3", tiny, {**OPTIONS, "out": tmp_path / "head"})
+
+
+def test_keys_that_are_turned_otherwise_are_refused(tmp_path):
+    tiny = models.write(tmp_path / "tiny")
+    models.make("gpt2", 2).save_pretrained(tiny)
+    source = Source(tiny, open_source(tiny).tokenizer, None, *(lambda *_: None,) * 2)
+    with pytest.raises(InputError, match="does not turn its keys as Llama does"):
+        run_of(source, "glide", tmp_path)
 
 
 def test_every_head_that_is_trained_here_is_tested_here():

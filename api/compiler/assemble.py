@@ -16,6 +16,7 @@ from accel.passes import Pass, Rewriting
 from accel.passes.kv.codec._default import IfCached
 from accel.passes.kv.compress import Compress
 from accel.passes.state.embeds import Embeds
+from accel.passes.state.kv_taps import KvTaps
 from accel.passes.state.replay import Replay
 from accel.passes.state.taps import Taps
 from accel.passes.state.trees import Trees
@@ -300,7 +301,7 @@ def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:
         found.append(Trees())
     readers = [m for m in methods.values() if isinstance(m, Method) and m.taps(1)]
     if readers:
-        found.append(Taps(tuple(readers)))
+        found += [KvTaps(tuple(readers)), Taps(tuple(readers))]
     if giver := next((m for m in methods.values() if isinstance(m, Method) and m.embeds), None):
         found.append(Embeds(giver))
     if "loop" in methods and Invariant.REWIND in methods["loop"].relies:

@@ -239,7 +239,8 @@ def _source(plan: Plan, path: Path, target: Facts, output_head: Stored | None = 
     use = plan.recipe.tables["draft"]["use"]
     if (path / MANIFEST).is_file():
         return open_source(path)
-    return head_at(path, use, Target(target.num_layers, output_head)) or open_source(path)
+    caches = tuple((layer.num_kv_heads, layer.head_dim) for layer in target.layers)
+    return head_at(path, use, Target(target.num_layers, output_head, caches)) or open_source(path)
 
 
 def check_rewind(model: CompiledModel, plan: Plan) -> None:

@@ -200,7 +200,7 @@ def _match(
     if close(out, sample, 1e-6):
         return None
     for number, table in enumerate(tables.entries):
-        if close(rope(sample, positions, *table), out):
+        if 2 * table[0].shape[1] <= width and close(rope(sample, positions, *table), out):
             return number
     structure = _structure(run, heads, width, positions[:, :2])
     if structure is None:

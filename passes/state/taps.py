@@ -25,6 +25,7 @@ _NORMS = (rms_norm.default, aten.layer_norm.default)
 @dataclass(frozen=True)
 class Taps(Pass):
     """Outputs `[B,T,E]` of the step by their names (`accel.ir.taps`), for all tokens of each call that asks for them.
+    Those of keys and values are there already (`KvTaps`).
 
     readers: the methods that read them; each says which (`Method.taps`).
     """
@@ -39,11 +40,11 @@ class Taps(Pass):
         for reader in self.readers:
             found = _values(program, reader)
             for name in reader.taps(len(program.facts.layers)):
-                if name not in found:
+                if name not in found | outputs:
                     raise PassError(
                         f"{reader.full_name}: {unknown('output of the step', name, found)}"
                     )
-                outputs[name] = found[name]
+                outputs[name] = found[name] if name in found else outputs[name]
                 names.append(name)
         if FINAL in names:
             outputs[FINAL] = _normed(program, outputs[FINAL])

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from accel.ir.errors import RecipeError
-from accel.ir.taps import EMBEDS, stream
+from accel.ir.taps import EMBEDS, keys, stream, values
 
 CONFIG = "config.json"
+TARGET = "target_config"  # of a GliDe head: what it says of its target
 _LAST = 3  # layers from the top: the last of EAGLE-3's taps
 
 
@@ -51,3 +52,10 @@ def dflash_ids(config: Mapping[str, Any]) -> list[int]:
 def dflash_taps(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The same by the names of the target's outputs: k is what comes out of layer k."""
     return tuple(EMBEDS if k == -1 else stream(k) for k in dflash_ids(config))
+
+
+def glide_taps(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """The target's keys and values that a head reads, of a target of so many layers: of its last ones."""
+    count = config.get("num_hidden_layers")
+    count = min(count, layers) if isinstance(count, int) else 1
+    return tuple(name for i in range(layers - count, layers) for name in (keys(i), values(i)))

@@ -128,7 +128,7 @@ class CompiledModel:
             language, task: of a speech model such as Whisper: the language that is spoken ("en", "english" or the
                 token), or a list with one for each input, and "transcribe" or "translate". None: as its generation
                 configuration says; a language that this leaves open is detected, for which the encoder runs twice.
-            timestamps: of a speech model: whether its text has the tokens of times, as Whisper's <|0.00|>, at the
+            timestamps: of a speech model: whether its text has the tokens of times, as Whisper's `<|0.00|>`, at the
                 beginning and end of each piece. None: as `return_timestamps` of its generation configuration says.
             chat_template_kwargs: with messages: arguments of `Tokenizer.apply_chat_template`, such as
                 `tools`, and variables of the template.

@@ -104,7 +104,7 @@ class Taps(CallWatcher):
 class FeatureFollower(Follower):
     """Slot t of the head's session holds token t + 1 and the features of token t: those of the target where it ran that
     token, else those that the head gave for it. So a row leaves out its first token, and the slots of guesses run again
-    with what the target says.
+    with what the target says. Keys and values of the target (`DraftHead.reads`) are there for tokens that it ran alone.
     """
 
     opens = sys.maxsize  # all of a prompt: its keys are what the head was trained with
@@ -112,6 +112,7 @@ class FeatureFollower(Follower):
     def __init__(self, model: Model, target: Session, batch: int, trees: bool, head: DraftHead):
         super().__init__(model, batch, trees)
         self._target, self._head = target, head
+        self._guessed = slice(head.width - head.reads)  # of features those that the head gives
         self.cut[:] = 1
         self._taps = Taps(head.taps, batch)
         self._next: dict[int, Floats] = {}  # the head's own features behind each row's last token
@@ -154,7 +155,7 @@ class FeatureFollower(Follower):
             if start < ran[i]:
                 features[i, : ids.size] = self._fused(i, start, stop)
             else:
-                features[i, 0] = self._next[i]
+                features[i, 0, self._guessed] = self._next[i]
         lengths = None if (counts == tokens.shape[1]).all() else counts
         out = session.run(
             tokens, lengths, last_only=last_only, embeds=self._embedded(tokens, features)
@@ -181,7 +182,8 @@ class FeatureFollower(Follower):
             tokens[i, : ids.size], tree[i, : ids.size, : ids.size] = ids, mask
             paths[i] = [(i, *ids[seen].tolist()) for seen in mask]
             for n, path in enumerate(paths[i]):
-                features[i, n] = self._next[i] if len(path) == 2 else self._nodes[path[:-1]]
+                last = self._next[i] if len(path) == 2 else self._nodes[path[:-1]]
+                features[i, n, self._guessed] = last
         embeds = self._embedded(tokens, features)
         out = session.guess(tokens, tree, counts, columns, embeds=embeds)
         for i, count in new.items():

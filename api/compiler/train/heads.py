@@ -32,6 +32,7 @@ from accel.passes.calibrate import feeds
 from accel.passes.state.embedded import STREAM
 from accel.passes.state.embeds import Embeds
 from accel.passes.state.head import output_head
+from accel.passes.state.kv_taps import KvTaps
 from accel.passes.state.taps import Taps
 from accel.passes.trained import Parts
 from accel.runtime.artifact.atomic import AtomicOutputDir
@@ -200,10 +201,11 @@ class HeadsRun(Run):
         """See Run."""
         program = source.program.copy()
         options = replace(options, length=min(options.length, program.facts.max_context))
-        steps = pipeline(program.facts.encoder is not None)
+        readers = (Reader(cls.pair.taps(program.facts.num_layers)),)
+        own = [KvTaps(readers), Taps(readers), Embeds(method)]
+        steps = pipeline(program.facts.encoder is not None, own)
         done = shared(steps)
-        reader = Reader(cls.pair.taps(program.facts.num_layers))
-        run(program, [*steps[done:], Taps((reader,)), Embeds(method)], done=steps[:done])
+        run(program, steps[done:], done=steps[:done])
         rows = source.rows(options.length, 8, options.seed)
         text = torch.cat([next(rows)[0] for _ in range(1 + COUNTED // options.length // 8)])
         return cls.pair(program, method, options.inner, text), options

@@ -27,11 +27,12 @@ BINS = ("pytorch_model.bin", "medusa_lm_head.pt")
 @dataclass(frozen=True)
 class Target:
     """What a head is told of its target: how many layers it has, and where its output head [V,H] lies; None: it is not
-    known, or no product with one matrix.
+    known, or no product with one matrix. caches: of each layer the KV heads and their size; 0 where nothing attends.
     """
 
     layers: int = 0
     output_head: Stored | None = None
+    caches: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
