@@ -51,6 +51,7 @@ from accel.runtime.model.requests import (
     Sources,
     check_makes_text,
     check_one_each,
+    check_text,
     parse_options,
     prompt_behind,
     samples_of,
@@ -491,6 +492,7 @@ class CompiledModel:
         samples = self._samples(prompt, params, marks)
         if len(samples) != 1:
             raise InputError(f"a request has one prompt, not {len(samples)}; give each its own")
+        check_text(self._prompting, samples[0].row, self.facts)
         if sample:
             row = samples[0].row
             row.rng = row.rng.spawn(sample)[-1]

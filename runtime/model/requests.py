@@ -262,6 +262,17 @@ def read_by_loop(prompting: PromptMethod, prompt: Ints, facts: Facts) -> Ints:
     return found.copy() if found is prompt else found
 
 
+def check_text(prompting: PromptMethod, row: Row, facts: Facts) -> None:
+    """Raise InputError where a prompt had ids behind the vocabulary before `prompting` added its own: an engine scores
+    and sends on a prompt's text.
+    """
+    if not np.array_equal(prompting.given(row.prompt_text, facts.vocab_size), row.prompt):
+        raise InputError(
+            f"the prompt has token ids of {facts.vocab_size} and more, which only a model's recipe adds to requests; "
+            "leave them out"
+        )
+
+
 def _times(facts: Facts, asked: bool | None, start: int) -> Timestamps | None:
     """Where times may stand in a text behind `start` tokens; None: it has none. Raises InputError."""
     speech = None if facts.encoder is None else facts.encoder.speech

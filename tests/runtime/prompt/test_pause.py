@@ -2,18 +2,18 @@
 embeddings; no pause follows, and what goes by tokens sees none.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-import accel
 from accel.compiler.over_state import over_state
-from accel.compiler.smoke.tiny_models import small_model
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.pause import Paused, PauseRun
 from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError, PassError, RecipeError
-from accel.passes.state.extra_ids import ROWS
+from accel.passes.state.extra_ids import ROWS, check
 from accel.passes.trained import ALL, first_product, write
 from accel.runtime.decode.row import Row
 from accel.runtime.decode.sampling_params import SamplingParams
@@ -110,6 +110,7 @@ def test_tokens_are_read_as_before_and_no_pauses_are_the_model(model):
     assert np.array_equal(model.logits(TOKENS), plain.logits(TOKENS))
 
 
+@pytest.mark.long
 def test_weights_of_four_bits_read_pauses_as_others(tables, part):
     """The table of embeddings is quantised, too; the pause's is not."""
     four = {"weights": {"use": "int4"}}
@@ -172,6 +173,7 @@ def test_a_request_s_own_functions_and_penalties_see_no_pause(model, part):
         found.append(token)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_drafts_change_no_token(name, tables, model):
     drafting = built("llama", tables={**tables, **DRAFTS[name]})
@@ -195,8 +197,10 @@ def test_an_engine_adds_them_and_scores_the_text_alone(model):
     want = model.generate([PROMPTS[2]], sampling_params=makes).tokens[0]
     with Engine(model) as engine:
         ticket = engine.submit(Request(PROMPTS[2], makes, prompt_logprobs=0))
-        assert [t for event in ticket for t in event.tokens] == want
+        assert [event.token for event in ticket] == want
         assert len(ticket.prompt_logprobs) == PROMPTS[2].size
+        with pytest.raises(InputError, match="only a model's recipe adds"):
+            engine.submit(Request([5, model.facts.vocab_size, 6], makes))
 
 
 class Letters:
@@ -207,7 +211,7 @@ class Letters:
     def apply_chat_template(self, messages, **_):
         ids = []
         for message in messages:
-            ids += [1 + (message["role"] == "assistant"), *map(int, message["content"].split())]
+            ids += [1 + (message["role"] == "assistant"), *map(int, filter(str.isdigit, message["content"].split()))]
         return [*ids, 2]
 
 
@@ -216,16 +220,19 @@ class Answer:
 
     def __init__(self, model, session, ids):
         self.prompt = model._prompting.given(ids, model.facts.vocab_size)
-        held = int(session.lengths[0])
-        line = session.prompt(self.prompt[None, held:])[0, -1]
-        self.new, self.tokens, self.stats = self.prompt.size - held, [], {}
-        for _ in range(4):
-            self.tokens.append(int(line.argmax()))
-            if len(self.tokens) < 4:
-                line = session.run([[self.tokens[-1]]])[0, -1]
+        self.session, self.new = session, self.prompt.size - int(session.lengths[0])
+        self.tokens, self.stats = [], {}
 
     def through(self, change):
-        return change(f"{token} " for token in self.tokens)
+        return change(self.pieces())
+
+    def pieces(self):
+        line = self.session.prompt(self.prompt[None, -self.new :])[0, -1]
+        for _ in range(4):
+            self.tokens.append(int(line.argmax()))
+            yield f"{self.tokens[-1]} "
+            if len(self.tokens) < 4:
+                line = self.session.run([[self.tokens[-1]]])[0, -1]
 
 
 def test_a_conversation_has_pauses_before_each_answer(model):
@@ -269,8 +276,10 @@ def test_bad_input(model, part, tables, tmp_path):
         built("qwen2", tables=tables)
     with pytest.raises(RecipeError, match="pauses is -1"):
         Pause(pauses=-1)
-    with pytest.raises(PassError, match="start tokens"):
-        accel.optimize(small_model("T5ForConditionalGeneration"), tables, target="eager")
+    for facts, why in (({"encoder": 1}, "start tokens"), ({"both_ways": True}, "see later ones")):
+        known = {"both_ways": False, "embedding": None, "encoder": None, **facts}
+        with pytest.raises(PassError, match=f"prompt.pause: .*{why}"):
+            check(SimpleNamespace(facts=SimpleNamespace(**known)), "prompt.pause")
     with pytest.raises(RecipeError, match="TEXT_PROMPT"):
         built("llama", tables={**tables, "loop": {"use": "self-infill"}})
     assert chosen({})[0].use == "autoregressive"
