@@ -253,7 +253,7 @@ def samples_of(
 
 def read_by_loop(prompting: PromptMethod, prompt: Ints, facts: Facts) -> Ints:
     """What a loop gets of a prompt [n], an array of its own: it says whose samples rows are. Raises InputError."""
-    found = prompting.given(prompt, facts.vocab_size)
+    found = prompting.read(prompt, facts.vocab_size)
     if found.size > facts.max_context:
         raise InputError(
             f"a prompt has {prompt.size} tokens, and {found.size} with those that {prompting.full_name} adds; "
@@ -266,7 +266,7 @@ def check_text(prompting: PromptMethod, row: Row, facts: Facts) -> None:
     """Raise InputError where a prompt had ids behind the vocabulary before `prompting` added its own: an engine scores
     and sends on a prompt's text.
     """
-    if not np.array_equal(prompting.given(row.prompt_text, facts.vocab_size), row.prompt):
+    if not np.array_equal(prompting.read(row.prompt_text, facts.vocab_size), row.prompt):
         raise InputError(
             f"the prompt has token ids of {facts.vocab_size} and more, which only a model's recipe adds to requests; "
             "leave them out"

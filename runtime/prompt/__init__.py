@@ -21,7 +21,7 @@ class Base(Method, ABC):
     grade: ClassVar[str] = "approximate"
 
     @abstractmethod
-    def given(self, prompt: Ints, vocab_size: int) -> Ints:
+    def read(self, prompt: Ints, vocab_size: int) -> Ints:
         """What the model reads of a prompt [n]: ids [m], the prompt's own in their order."""
 
     def steps(self) -> list[Any]:

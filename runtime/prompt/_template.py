@@ -17,5 +17,5 @@ class Template(Base):
 
     times: int = option(2, least=1, most=512)
 
-    def given(self, prompt: Ints, vocab_size: int) -> Ints:
+    def read(self, prompt: Ints, vocab_size: int) -> Ints:
         return np.append(prompt, np.repeat(prompt[-1:], self.times - 1))

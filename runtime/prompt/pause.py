@@ -33,7 +33,7 @@ class Pause(Base):
     def breaks(self) -> frozenset[Invariant]:
         return frozenset({Invariant.TEXT_PROMPT}) if self.pauses else frozenset()
 
-    def given(self, prompt: Ints, vocab_size: int) -> Ints:
+    def read(self, prompt: Ints, vocab_size: int) -> Ints:
         return np.append(prompt, np.full(self.pauses, vocab_size, np.int64))
 
     def steps(self) -> list[Any]:

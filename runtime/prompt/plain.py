@@ -14,5 +14,5 @@ class Plain(Base):
 
     grade = "lossless"
 
-    def given(self, prompt: Ints, vocab_size: int) -> Ints:
+    def read(self, prompt: Ints, vocab_size: int) -> Ints:
         return prompt

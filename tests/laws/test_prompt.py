@@ -13,9 +13,9 @@ PROMPTS = [np.random.default_rng(n).integers(0, SIZE, n) for n in (1, 2, 17)]
 
 def law(method):
     for prompt in PROMPTS:
-        before, found = prompt.copy(), method.given(prompt, SIZE)
+        before, found = prompt.copy(), method.read(prompt, SIZE)
         assert np.array_equal(prompt, before), "it wrote into the prompt"
-        assert np.array_equal(found, method.given(prompt, SIZE)), "not the same for the same prompt"
+        assert np.array_equal(found, method.read(prompt, SIZE)), "not the same for the same prompt"
         assert found.dtype == prompt.dtype and found.min() >= 0 and found.max() < SIZE + EXTRA
         tokens = iter(found.tolist())
         assert all(any(token == one for one in tokens) for token in prompt.tolist())
@@ -37,7 +37,7 @@ def test_the_law_catches(broken):
         breaks = frozenset() if broken == "unsaid" else frozenset({Invariant.TEXT_PROMPT})
         grade = "lossless" if broken == "lossless" else "approximate"
 
-        def given(self, prompt, vocab_size):
+        def read(self, prompt, vocab_size):
             if broken == "writes":
                 prompt[0] = (prompt[0] + 1) % vocab_size
             changed = {"order": prompt[::-1], "lost": prompt[:-1]}.get(broken, prompt)

@@ -59,7 +59,9 @@ def line(name: str, found: Tensor, base: Tensor) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def main(part: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None) -> None:
+def main(
+    part: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
+) -> None:
     loaded = open_source(REFERENCE).load(False)
     soft = Paused(over_state(capture(loaded.model, stored=loaded.stored)), Pause())
     tokenizer = Tokenizer.from_file(str(REFERENCE / "tokenizer.json"))

@@ -27,7 +27,9 @@ from ...session_ways import variants
 
 M, NEW = 3, 10
 PROMPTS = [row[:n] for row, n in zip(TOKENS, LENGTHS, strict=True)]
-AGAIN = np.array([5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8])  # a drafter by its text would draft what comes behind
+AGAIN = np.array(
+    [5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8]
+)  # a drafter by its text would draft what comes behind
 DRAFTS = {
     "prompt-lookup": {"draft": {"use": "prompt-lookup"}},
     "suffix-tree": {"draft": {"use": "suffix-tree", "tree": False}},
@@ -67,7 +69,11 @@ def model(tables):
 def oracle(rows, ids, after=(), name="llama"):
     """Logits [1+n,V] behind a prompt [T] and M pauses, and behind tokens [n] after it."""
     lookup = module(name).get_input_embeddings()
-    parts = lookup(torch.tensor(ids)), rows.expand(M, -1), lookup(torch.tensor(list(after), dtype=torch.int64))
+    parts = (
+        lookup(torch.tensor(ids)),
+        rows.expand(M, -1),
+        lookup(torch.tensor(list(after), dtype=torch.int64)),
+    )
     return module(name)(inputs_embeds=torch.cat(parts)[None]).logits[0, len(ids) + M - 1 :].numpy()
 
 
@@ -96,7 +102,7 @@ def test_the_law_catches(model, part, broken, monkeypatch):
         pauses = np.full(M - (broken == "fewer"), 0 if broken == "token" else vocab_size)
         return np.concatenate([pauses, prompt] if broken == "first" else [prompt, pauses])
 
-    monkeypatch.setattr(Pause, "given", wrong)
+    monkeypatch.setattr(Pause, "read", wrong)
     with pytest.raises(AssertionError):
         law(model, part[1])
 
@@ -119,7 +125,11 @@ def test_weights_of_four_bits_read_pauses_as_others(tables, part):
     with model.session() as session:
         ids = np.append(PROMPTS[2], [model.facts.vocab_size] * M)
         got = session.prompt(ids[None])[0]
-    assert far(got, oracle(part[1], PROMPTS[2])) < 0.3 < far(got, base.logits(PROMPTS[2][None])[0, -1:])
+    assert (
+        far(got, oracle(part[1], PROMPTS[2]))
+        < 0.3
+        < far(got, base.logits(PROMPTS[2][None])[0, -1:])
+    )
 
 
 def test_a_prompt_in_parts_and_a_saved_one_go_on_alike(model, tmp_path):
@@ -187,7 +197,9 @@ def test_the_law_of_drafts_catches_pauses_in_their_text(tables, monkeypatch):
     drafting = built("llama", tables={**tables, **DRAFTS["prompt-lookup"]})
     drafting.generate([AGAIN], NEW, eos=[])
     monkeypatch.setattr(Row, "text", Row.seen)
-    ids = np.append(AGAIN, drafting.generate([AGAIN], 1, eos=[]).tokens[0])  # what the first token will be
+    ids = np.append(
+        AGAIN, drafting.generate([AGAIN], 1, eos=[]).tokens[0]
+    )  # what the first token will be
     with pytest.raises(InputError, match="drafted token"):
         drafting.generate([ids[-1:].repeat(1), ids], NEW, eos=[])
 
@@ -211,7 +223,10 @@ class Letters:
     def apply_chat_template(self, messages, **_):
         ids = []
         for message in messages:
-            ids += [1 + (message["role"] == "assistant"), *map(int, filter(str.isdigit, message["content"].split()))]
+            ids += [
+                1 + (message["role"] == "assistant"),
+                *map(int, filter(str.isdigit, message["content"].split())),
+            ]
         return [*ids, 2]
 
 
@@ -219,7 +234,7 @@ class Answer:
     """A stream of numbers of a session, as the model's."""
 
     def __init__(self, model, session, ids):
-        self.prompt = model._prompting.given(ids, model.facts.vocab_size)
+        self.prompt = model._prompting.read(ids, model.facts.vocab_size)
         self.session, self.new = session, self.prompt.size - int(session.lengths[0])
         self.tokens, self.stats = [], {}
 
@@ -249,7 +264,11 @@ def test_a_conversation_has_pauses_before_each_answer(model):
         assert np.flatnonzero(held == size).tolist() == [
             place + k for place in _openings(held, size) for k in range(M)
         ]
-        assert [one.new for one in answers] == [5 + M, 1 + 4 + M, 1 + 3 + M]  # what is new, and no more
+        assert [one.new for one in answers] == [
+            5 + M,
+            1 + 4 + M,
+            1 + 3 + M,
+        ]  # what is new, and no more
         chat.undo()
         assert list(chat.send("10")) == texts[-1]
 
