@@ -1,4 +1,4 @@
-"""What every method of the axis `prompt` holds: it gives the prompt's tokens in their order, and ids that a model reads."""
+"""What every method of the axis `prompt` holds: a prompt's tokens in their order, and ids that a model reads."""
 
 import numpy as np
 import pytest

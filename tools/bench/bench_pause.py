@@ -32,15 +32,15 @@ from accel.passes.state.extra_ids import ROWS
 from accel.passes.trained import ALL
 from accel.runtime.prompt.pause import Pause
 
-ROWS_, LENGTH, DRAWS, BATCH = 256, 128, 3, 16
+LENGTH, DRAWS, BATCH = 128, 3, 16
 SPANS = (1, 16, LENGTH // 2)
 
 
-def held_out(tokenizer: Tokenizer) -> Tensor:
+def held_out(tokenizer: Tokenizer, rows: int) -> Tensor:
     """Rows [n,T]."""
     texts = sources()[1]
     np.random.default_rng(1).shuffle(texts)  # type: ignore[arg-type]
-    ids = np.asarray(encode(tokenizer, texts)[: ROWS_ * LENGTH], np.int64)
+    ids = np.asarray(encode(tokenizer, texts)[: rows * LENGTH], np.int64)
     return torch.from_numpy(ids).view(-1, LENGTH)
 
 
@@ -61,11 +61,12 @@ def line(name: str, found: Tensor, base: Tensor) -> str:
 
 def main(
     part: Annotated[Path | None, typer.Option(help="Default: the bundled one.")] = None,
+    count: Annotated[int, typer.Option(help="Rows.")] = 128,
 ) -> None:
     loaded = open_source(REFERENCE).load(False)
     soft = Paused(over_state(capture(loaded.model, stored=loaded.stored)), Pause())
     tokenizer = Tokenizer.from_file(str(REFERENCE / "tokenizer.json"))
-    rows = held_out(tokenizer)
+    rows = held_out(tokenizer, count)
     trained = load_file(part or bundled("pause"))[f"all.{ROWS}"].float()
     newline = soft.embeddings(torch.tensor([tokenizer.encode("\n").ids[-1:]]))[0]
     size = trained.norm()
