@@ -13,6 +13,7 @@ from accel.ir.diffusion import Blocks, Diffusion
 from accel.ir.draft_head import DraftHead
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts
+from accel.ir.extra_ids import ExtraIds
 from accel.ir.fields import BUILD_ONLY, Fields, Positive, optional_objects, read
 from accel.ir.kv import KvFacts
 from accel.ir.low_rank import LowRank
@@ -82,6 +83,7 @@ class Facts:
     window: Window | None = None  # None: layers with a window keep all tokens
     suppressed: Suppressed | None = None  # None: any token may follow
     picks: Picks | None = None  # None: every layer computes all rows of a call
+    extra_ids: ExtraIds | None = None  # None: a step reads tokens of the vocabulary alone
 
     @property
     def num_layers(self) -> int:
@@ -112,6 +114,11 @@ class Facts:
         behind = 0 if self.paths is None else self.paths.width
         head = self.draft_head
         return behind if head is None else behind + head.behind(self.vocab_size)
+
+    @property
+    def token_ids(self) -> int:
+        """How many ids a step reads: those of its tokens, and those behind them."""
+        return self.vocab_size + (0 if self.extra_ids is None else self.extra_ids.count)
 
     def vocabulary_of(self, width: int) -> int:
         """How many tokens it has where a step gives so many numbers for one."""

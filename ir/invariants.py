@@ -46,6 +46,7 @@ class Invariant(Enum):
     BRANCHES_BY_CALL = "a call may select the attentions and the MLPs that run"
     COARSE_READS = "a call may read the cache in fewer bits than it is stored in"
     FED_BY_BLOCK = "calls of a block compute the same slots, whatever those before them have filled"
+    TEXT_PROMPT = "every token of a prompt is one of the vocabulary"
     LATER_READS = "a token also attends to what later tokens of its call select"
 
 

@@ -20,7 +20,7 @@ from accel.ir.errors import PassError
 from accel.ir.ops.attention import Form
 from accel.ir.parts import part
 from accel.ir.program import Program
-from accel.ir.region import sizes
+from accel.ir.region import Entry, sizes
 from accel.ir.tables import Rows, Sizes, Tables
 from accel.ir.trained import Likeness, digest, located, opened
 
@@ -119,7 +119,7 @@ def measured_for(method: Tables, program: Program, keys: Mapping[int, fx.Node]) 
     )
 
 
-def read(method: Trained | Tables, model: str, numbers: str, want: Mapping[int, Sizes]) -> Parts:
+def read(method: Any, model: str, numbers: str, want: Mapping[int, Sizes]) -> Parts:
     """The tensors of a method's file, checked. `model`, `numbers`: its name, and some of its weights; `want`: sizes,
     -1: any. Raises PassError, as `Trained.tensors`.
     """
@@ -235,6 +235,17 @@ def sample(program: Program, keys: Mapping[int, fx.Node]) -> str:
     if "{" in str(weight.target):  # else it was so when it was trained
         found = found[round(start * len(found)) : round(stop * len(found))]
     return some_of(found)
+
+
+def first_product(program: Program, entry: Entry) -> str:
+    """A few numbers of the weight of an entry's first product, as JSON: which model this is, also of one without keys.
+    Raises PassError.
+    """
+    weights = (node.args[1] for node in program.nodes(_LINEAR, entry=entry))
+    found = next((w for w in weights if isinstance(w, fx.Node) and w.op == "get_attr"), None)
+    if found is None:
+        raise PassError(f"{program.facts.name} has no product by which its trained parts are known")
+    return some_of(program.params[str(found.target)])
 
 
 def some_of(weight: Tensor) -> str:

@@ -38,7 +38,8 @@ class Tables:
     extra: Sequence[str] = ()
 
     def __init__(self, says: Says, less: Says, size: int, batch: int = 1):
-        self.says, self.less, self.vocab_size = says, less, size
+        self.says, self.less = says, less
+        self.vocab_size = self.token_ids = size
         self.batch = batch
         self.rows: list[list[int]] = [[] for _ in range(batch)]
 

@@ -42,6 +42,7 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
         "for contrastive",
     ),
     Invariant.FED_BY_BLOCK: ("loop=freedave", "canvas=dkv-cache", "dllm-lowconf for freedave"),
+    Invariant.TEXT_PROMPT: ("loop=self-infill", "prompt=pause", "for self-infill"),
     Invariant.LATER_READS: ("loop=retro-attention", "kv.select=quest", "for retro-attention"),
 }
 

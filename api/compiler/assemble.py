@@ -37,6 +37,7 @@ STEPS = (
     "prefill.ranks",
     "draft",
     "canvas",
+    "prompt",
 )  # axes of the engine whose methods name passes
 OF_REQUESTS = frozenset(
     {"sample", "schedule"}

@@ -12,6 +12,7 @@ import numpy as np
 from accel.ir.errors import InputError
 from accel.ir.suppressed import Suppressed
 from accel.runtime.call import Logits
+from accel.runtime.decode.row import tokens_of
 from accel.runtime.decode.structured_outputs import Guide
 from accel.runtime.decode.timestamps import Timestamps
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
@@ -108,7 +109,7 @@ class Processed(Sampler):
         name = (
             f"logits_processors[{i}] ({getattr(processor, '__name__', type(processor).__name__)})"
         )
-        ids = seen.view()
+        ids = tokens_of(seen, self._size).view()
         ids.flags.writeable = False
         try:
             found: Any = processor(ids, logits)

@@ -22,6 +22,12 @@ STAGES = (
 )  # where a round's time goes: drafters, calls of the model, all else
 
 
+def tokens_of(ids: Ints, vocab_size: int) -> Ints:
+    """Of ids [n] those of a vocabulary; all of them are the same array."""
+    known = ids < vocab_size
+    return ids if known.all() else ids[known]
+
+
 class Watch(Protocol):
     """What sees each token of a row."""
 
@@ -55,9 +61,10 @@ class Row:
         eos: Collection[int] = (),
         watch: Watch | None = None,
         score: Callable[[int, Logits], dict[int, Logprob]] | None = None,
+        vocab_size: int | None = None,
     ):
         """`limit`: most new tokens; `watch` sees each one; `score`: what `logprobs` are to hold of a token and the
-        logits [V] that it follows from (None: nothing).
+        logits [V] that it follows from (None: nothing). `vocab_size`: V; None: all ids of the prompt are tokens.
         """
         room = min(limit, max_context - prompt.size)
         self.prompt = prompt
@@ -78,6 +85,7 @@ class Row:
         self.error: Exception | None = None  # what made it fail
         self._ids = np.concatenate([prompt, np.zeros(max(room, 0), np.int64)])
         self._room = room
+        self.prompt_text = prompt if vocab_size is None else tokens_of(prompt, vocab_size)
         self._at_end = "length" if room == limit else "context"
         self._eos = frozenset(eos)
         self._watch = watch
@@ -87,6 +95,13 @@ class Row:
     def seen(self) -> Ints:
         """Prompt and new tokens so far, [n]; a view, not to be kept."""
         return self._ids[: self.prompt.size + len(self.tokens)]
+
+    @property
+    def text(self) -> Ints:
+        """The tokens of `seen`, without the ids of the prompt that are none of the vocabulary; not to be kept."""
+        if self.prompt_text is self.prompt:
+            return self.seen
+        return np.concatenate([self.prompt_text, np.array(self.tokens, np.int64)])
 
     @property
     def left(self) -> int:

@@ -34,7 +34,8 @@ class More(Protocol):
 
 
 class Drafter(ABC):
-    """What drafts for one row, from its prompt to its end; it may remember what it saw. `free`: what it drafts depends
+    """What drafts for one row, from its prompt to its end; it may remember what it saw. It is given tokens of the
+    vocabulary alone (`Row.text`). `free`: what it drafts depends
     on tokens and what it was told of them, not on which drafts were checked.
     """
 
@@ -170,7 +171,7 @@ class Base(Method):
         """For the rows of the target's session, before it has run anything. A drafter may run the session itself,
         and then takes back what it added. Raises InputError where it cannot draft for this model.
         """
-        return _Each([self.begin(row.prompt, context.store) for row in rows], rows)
+        return _Each([self.begin(row.prompt_text, context.store) for row in rows], rows)
 
 
 @dataclass
@@ -185,7 +186,7 @@ class _Each(Drafters):
         self.free = all(one.free for one in self.drafters)
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
-        return {i: self.drafters[i].draft(self.rows[i].seen, limit) for i, limit in limits.items()}
+        return {i: self.drafters[i].draft(self.rows[i].text, limit) for i, limit in limits.items()}
 
     def observe(
         self, row: int, tree: Tree, verdict: Verdict, logits: npt.NDArray[np.float32]
@@ -197,9 +198,9 @@ class _Each(Drafters):
 
     def leave(self, order: Ints) -> None:
         for i in set(range(len(self.drafters))).difference(order.tolist()):
-            self.drafters[i].end(self.rows[i].seen)
+            self.drafters[i].end(self.rows[i].text)
         self.drafters = picked(self.drafters, order)
 
     def close(self) -> None:
         for drafter, row in zip(self.drafters, self.rows, strict=True):
-            drafter.end(row.seen)
+            drafter.end(row.text)

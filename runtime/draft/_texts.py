@@ -62,7 +62,7 @@ class ByText(Drafters):
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         heads, left = dict[int, Ints](), dict[int, int]()
         for i, limit in limits.items():
-            ids = self._texts[i].read(self._rows[i].seen)
+            ids = self._texts[i].read(self._rows[i].text)
             most = 0 if ids is None else self._follower.most(ids.size, limit)
             if ids is not None and ids.size and most > 0:
                 heads[i], left[i] = ids, most

@@ -167,7 +167,7 @@ class _Stand(ByModel):
             Memory(of.bytes, of.kept) if context.store is None else context.store for _ in rows
         ]
         for row, memory in zip(rows, self._memories, strict=True):
-            prompt = row.prompt.tolist()
+            prompt = row.prompt_text.tolist()
             for end in range(2, len(prompt)):
                 memory.suppose(grams(prompt[max(0, end - LONGEST) : end]), prompt[end])
 
@@ -180,7 +180,7 @@ class _Stand(ByModel):
         self._memories = picked(self._memories, order)
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
-        ends = {i: self.rows[i].seen[-LONGEST:].tolist() for i in limits}
+        ends = {i: self.rows[i].text[-LONGEST:].tolist() for i in limits}
         known: dict[int, list[list[int]]] = {i: [] for i in limits}
 
         def expand(levels: dict[int, Level]) -> dict[int, Guesses]:
@@ -201,7 +201,7 @@ class _Stand(ByModel):
 
     def observe(self, row: int, tree: Tree, verdict: Verdict, logits: Logits) -> None:
         super().observe(row, tree, verdict, logits)
-        seen = self.rows[row].seen
+        seen = self.rows[row].text
         for depth, node in enumerate((ROOT, *verdict.path)):
             before = (
                 np.concatenate([seen, tree.tokens[list(verdict.path[:depth])]]) if depth else seen

@@ -40,7 +40,7 @@ class TokenRecycling(Base):
     asks = {"tree": "static"}
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
-        matrices = [follow(row.prompt, session.vocab_size, self.followers) for row in rows]
+        matrices = [follow(row.prompt_text, session.vocab_size, self.followers) for row in rows]
         cost = round_costs(context.costs, session.batch)
         return _Recycled(rows, matrices, [context.methods["tree"].begin(cost) for _ in rows])
 

@@ -47,7 +47,7 @@ def as_prompts(
                 f"{name} has {prompt.size} tokens; max_context is {facts.max_context}. "
                 "Shorten it, or build with more: max_context=…"
             )
-        check_vocabulary(prompt, facts.vocab_size, name)
+        check_vocabulary(prompt, facts.token_ids, name)
     return prompts
 
 

@@ -129,7 +129,7 @@ class Ahead(Base):
 
     blocks: ClassVar[bool] = True
     trees = True
-    relies = frozenset({Invariant.DECODE_WIDTH, Invariant.REWIND})
+    relies = frozenset({Invariant.DECODE_WIDTH, Invariant.REWIND, Invariant.TEXT_PROMPT})
     small: ClassVar[Mapping[str, Any]] = {"block": 4, "mask": 3}
 
     @property

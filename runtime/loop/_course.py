@@ -112,7 +112,7 @@ class Course(BeamGroup):
         """What the request's scorer says of texts, all of them in one call; None where there is none."""
         if self.context.scorer is None or not ways:
             return None
-        prompt = self.tokenizer.decode(ways[0].row.prompt.tolist())
+        prompt = self.tokenizer.decode(ways[0].row.prompt_text.tolist())
         return self.context.scorer(prompt, [self.text(way) for way in ways])
 
     def write(

@@ -101,7 +101,7 @@ class _Lists(Course):
         """The tokens of the items to be added behind `head`, the best first."""
         tokens = [self._tokens(item) for item in new]
         if self.context.scorer is not None:
-            prompt = self.tokenizer.decode(begun.prompt.tolist())
+            prompt = self.tokenizer.decode(begun.prompt_text.tolist())
             numbers = self.context.scorer(prompt, [*items, *new])
             least, scores = min(numbers[: len(items)]), numbers[len(items) :]
         else:

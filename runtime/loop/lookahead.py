@@ -138,7 +138,7 @@ class _Rounds(Rounds):
         spent = clock.now() - start
         taken = list(self._pick(live, logits))
         for i, _ in taken:
-            self._windows[i].note(self._rows[i].seen, 1)
+            self._windows[i].note(self._rows[i].text, 1)
             self._rows[i].drafting["fallback"] += rests
         if self._guard is not None:
             self._guard.rest()
@@ -177,7 +177,7 @@ class _Rounds(Rounds):
         row.accept_all(target.taken(verdict))
         taken = len(row.tokens) - before
         self._windows[i].learn(call, window)
-        self._windows[i].note(row.seen, taken)
+        self._windows[i].note(row.text, taken)
         if len(call.tree):
             row.drafting.update(
                 rounds=1, drafted=len(call.tree), accepted=min(len(verdict.path), taken)
@@ -212,10 +212,10 @@ class _Window:
         self._method = method
         draw = np.random.default_rng(0)  # what is guessed changes no token that comes
         self._guesses = [
-            draw.choice(row.prompt, method.window + method.ngram - 3)
+            draw.choice(row.prompt_text, method.window + method.ngram - 3)
         ]  # the first row, behind its first
         self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
-        self.note(row.seen, row.seen.size)
+        self.note(row.text, row.text.size)
 
     def call(self, row: Row) -> _Call:
         """What the row's next call takes."""

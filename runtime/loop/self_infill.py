@@ -45,7 +45,7 @@ class SelfInfill(Base):
     loops: int = option(0, least=0, most=16)
 
     grade = "approximate"
-    relies = frozenset({Invariant.REWIND})
+    relies = frozenset({Invariant.REWIND, Invariant.TEXT_PROMPT})
     searches = True
     writes = True
 

@@ -200,7 +200,7 @@ class _Rounds(Rounds):
             drafters = self._draft.open(self._session, heads, self._context)
             return lambda limits: drafters.draft(limits, self._paces)
 
-        prompts = {id(row.prompt): row.prompt for row in (self._rows[i] for i in self.live)}
+        prompts = {id(row.prompt): row.prompt_text for row in (self._rows[i] for i in self.live)}
         limit = min(self._reach, MOST)
         return foretold(
             drafting, list(prompts.values()), limit, self._padded, lambda: clock.host_now() < until

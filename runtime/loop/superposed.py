@@ -186,7 +186,7 @@ class _Drafts:
         logs -= np.log(np.exp(logs).sum())
         if self.store is None:
             return tokens, logs
-        follows = self._followed(draft.seen, tokens)
+        follows = self._followed(draft.text, tokens)
         if not follows.any():
             return tokens, (1 - method.alpha) * logs + UNKNOWN
         there = follows > 0

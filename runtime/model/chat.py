@@ -37,6 +37,7 @@ class Chat:
         max_context: int,
         open_session: Callable[[], Session],
         start: Callable[[Ints, SamplingParams, Session], Stream],
+        vocab_size: int,
         system: str | None = None,
         template: Mapping[str, Any] | None = None,
     ):
@@ -49,8 +50,9 @@ class Chat:
         self._tokenizer = tokenizer
         self._template = dict(template or {})
         self._open, self._start = open_session, start
+        self._vocab_size = vocab_size
         self._session: Session | None = None
-        self._held = NONE  # the tokens in the session
+        self._held = NONE  # the tokens in the session, and the ids that a recipe put between them
         if system is not None:
             self.messages.append({"role": "system", "content": system})
         self._ids([*self.messages, {"role": "user", "content": "Hello"}])
@@ -74,11 +76,11 @@ class Chat:
                 f"the conversation has {ids.size} tokens with this message, and max_context is {self.max_context}; "
                 "shorten it, remove turns (`undo`), start anew, or build with more: max_context=…"
             )
-        session = self._prepared(ids)
+        session, ids = self._prepared(ids)
         stream = self._start(
             ids, sampling_params or SamplingParams(max_tokens=self.max_context), session
         )
-        return stream.through(lambda pieces: self._answered(pieces, stream, ids, session, message))
+        return stream.through(lambda pieces: self._answered(pieces, stream, session, message))
 
     def undo(self) -> bool:
         """Remove the last message of the user and all after it; whether there was one."""
@@ -103,11 +105,16 @@ class Chat:
         ids: list[int] = self._tokenizer.apply_chat_template(messages, **self._template)
         return ids
 
-    def _prepared(self, ids: Ints) -> Session:
-        """The session, with nothing in it but the first tokens of `ids`, and not the last."""
-        length = min(self._held.size, ids.size - 1)
-        differs = np.flatnonzero(self._held[:length] != ids[:length])
-        keep = int(differs[0]) if differs.size else length
+    def _prepared(self, ids: Ints) -> tuple[Session, Ints]:
+        """The session, with nothing in it but the first tokens of `ids`, and not the last; and `ids` with what a recipe
+        put between them in earlier turns.
+        """
+        places = np.flatnonzero(self._held < self._vocab_size)  # of the tokens among them
+        length = min(places.size, ids.size - 1)
+        differs = np.flatnonzero(self._held[places[:length]] != ids[:length])
+        same = int(differs[0]) if differs.size else length
+        keep = int(places[same]) if same < places.size else self._held.size
+        ids = np.concatenate([self._held[:keep], ids[same:]])
         if self._session is not None and keep < self._held.size:
             try:
                 self._session.rewind(keep if keep >= self._session.held_from[0] else 0)
@@ -116,13 +123,12 @@ class Chat:
         if self._session is None:
             self._session = self._open()
         self._held = ids[: int(self._session.lengths[0])]
-        return self._session
+        return self._session, ids
 
     def _answered(
         self,
         pieces: Iterator[str],
         stream: Stream,
-        ids: Ints,
         session: Session,
         message: dict[str, Any],
     ) -> Iterator[str]:
@@ -144,7 +150,7 @@ class Chat:
             self.close()
             raise
         self._join(message, text, stream)
-        seen = np.concatenate([ids, np.array(stream.tokens, np.int64)])
+        seen = np.concatenate([stream.prompt, np.array(stream.tokens, np.int64)])
         if session.batch == 1 and session.lengths[0] == seen.size - 1:
             self._held = seen[:-1]
         else:  # a search, or a recipe that does not hold all tokens

@@ -51,6 +51,7 @@ from accel.runtime.model.requests import (
     Sources,
     check_makes_text,
     check_one_each,
+    check_text,
     parse_options,
     prompt_behind,
     samples_of,
@@ -61,6 +62,7 @@ from accel.runtime.model.sample import Prepared, Sample
 from accel.runtime.model.sessions import Sessions
 from accel.runtime.model.stream import Stream
 from accel.runtime.model.transcript import pieces
+from accel.runtime.prompt import Base as PromptMethod
 from accel.runtime.sample import Base as SampleMethod
 from accel.runtime.session.saved import imported, saved_session
 from accel.runtime.session.session import Session
@@ -104,6 +106,7 @@ class CompiledModel:
             tables = located(tables, HOST, artifact.path, artifact.files)
         self._loop, self._methods = chosen(tables)
         self._sampler: SampleMethod = host_method(tables, "sample", "standard")
+        self._prompting: PromptMethod = host_method(tables, "prompt", "plain")
         self._store = self._methods.get("draft", self._loop).store(facts, tokenizer)
         self._sessions = Sessions(backend, facts, self.recipe, artifact, adapters, weights)
         self._costs: Costs | None = None
@@ -276,6 +279,7 @@ class CompiledModel:
             self.facts.max_context,
             lambda: self.session(adapter=adapter),
             start,
+            self.facts.vocab_size,
             system,
             chat_template_kwargs,
         )
@@ -488,6 +492,7 @@ class CompiledModel:
         samples = self._samples(prompt, params, marks)
         if len(samples) != 1:
             raise InputError(f"a request has one prompt, not {len(samples)}; give each its own")
+        check_text(self._prompting, samples[0].row, self.facts)
         if sample:
             row = samples[0].row
             row.rng = row.rng.spawn(sample)[-1]
@@ -500,7 +505,7 @@ class CompiledModel:
                     "leave it unset, or take a causal model"
                 )
             count = as_count(prompt_logprobs, "prompt_logprobs", 0)
-            scores = PromptScores(samples[0].row.prompt, TopLogprobs(count, self.tokenizer))
+            scores = PromptScores(samples[0].row.prompt_text, TopLogprobs(count, self.tokenizer))
         return Prepared(samples[0], self._sessions.opener(sources, names), scores)
 
     def _sources(self, asked: PromptOptions, prompts: Any) -> tuple[Sources, Any]:
@@ -583,6 +588,7 @@ class CompiledModel:
             self._sampler,
             marks,
             timestamps,
+            self._prompting,
         )
 
     def _stream(

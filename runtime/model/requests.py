@@ -15,7 +15,7 @@ from accel.ir.facts import Facts
 from accel.runtime.decode.judge import JudgeFunction
 from accel.runtime.decode.logits_processors import Processed
 from accel.runtime.decode.logprobs import TopLogprobs
-from accel.runtime.decode.row import Row
+from accel.runtime.decode.row import Row, tokens_of
 from accel.runtime.decode.sampling_params import SamplingOptions, SamplingParams, sampling_params
 from accel.runtime.decode.structured_outputs import Grammar
 from accel.runtime.decode.timestamps import Timestamps
@@ -26,10 +26,14 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import Base as Loop
 from accel.runtime.model.sample import Sample
 from accel.runtime.model.transcript import Transcript
+from accel.runtime.prompt import Base as PromptMethod
+from accel.runtime.prompt.plain import Plain
 from accel.runtime.sample import Base as SampleMethod
 from accel.runtime.sample import Sampler
 from accel.runtime.session.prompt.filter import unseen
 from accel.runtime.session.session import Session
+
+PLAIN = Plain()
 
 Sources = list[npt.NDArray[Any]] | None  # of an encoder, one for each prompt; None: there is none
 Detect = Callable[[list[npt.NDArray[Any]]], list[int]]  # of each source, the token of its language
@@ -187,10 +191,11 @@ def samples_of(
     default: SampleMethod,
     marks: frozenset[int] = frozenset(),
     timestamps: bool | None = None,
+    prompting: PromptMethod = PLAIN,
 ) -> list[Sample]:
     """`n` samples of each prompt, each prompt with its own generator from the seed, of which its later samples' are
     spawned. `loop`: the one that will make them; `default`: the model's sampler; `marks`: see `Transcript`;
-    `timestamps`: of `PromptOptions`. Raises InputError.
+    `timestamps`: of `PromptOptions`; `prompting`: what loops are given of prompts. Raises InputError.
     """
     check_makes_text(facts)
     loop.check(tokenizer)
@@ -218,7 +223,7 @@ def samples_of(
     bias, processors = params.logit_bias, params.logits_processors or ()
     samples = []
     for prompt in as_prompts(prompts, facts, tokenizer):
-        prompt = prompt.copy()  # the array says whose samples rows are
+        prompt = read_by_loop(prompting, prompt, facts)
         rng = np.random.default_rng(params.seed)
         for generator in [rng, *rng.spawn(params.n - 1)]:
             sampler: Sampler = params.sampler_behind(prompt.size, default)
@@ -229,7 +234,7 @@ def samples_of(
                 sampler = Processed(
                     sampler, size, bias, processors, guide, facts.suppressed, start, times
                 )
-            script = Transcript(tokenizer, stops, prompt, marks)
+            script = Transcript(tokenizer, stops, tokens_of(prompt, size), marks)
             row = Row(
                 prompt,
                 sampler,
@@ -239,10 +244,33 @@ def samples_of(
                 eos=ends,
                 watch=script if tokenizer else None,
                 score=score,
+                vocab_size=size,
             )
             own = () if params.ignore_eos else facts.eos
             samples.append(Sample(row, script, frozenset(own)))
     return samples
+
+
+def read_by_loop(prompting: PromptMethod, prompt: Ints, facts: Facts) -> Ints:
+    """What a loop gets of a prompt [n], an array of its own: it says whose samples rows are. Raises InputError."""
+    found = prompting.read(prompt, facts.vocab_size)
+    if found.size > facts.max_context:
+        raise InputError(
+            f"a prompt has {prompt.size} tokens, and {found.size} with those that {prompting.full_name} adds; "
+            f"max_context is {facts.max_context}. Shorten it, or build with more: max_context=…"
+        )
+    return found.copy() if found is prompt else found
+
+
+def check_text(prompting: PromptMethod, row: Row, facts: Facts) -> None:
+    """Raise InputError where a prompt had ids behind the vocabulary before `prompting` added its own: an engine scores
+    and sends on a prompt's text.
+    """
+    if not np.array_equal(prompting.read(row.prompt_text, facts.vocab_size), row.prompt):
+        raise InputError(
+            f"the prompt has token ids of {facts.vocab_size} and more, which only a model's recipe adds to requests; "
+            "leave them out"
+        )
 
 
 def _times(facts: Facts, asked: bool | None, start: int) -> Timestamps | None:

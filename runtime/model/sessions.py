@@ -96,6 +96,7 @@ class Sessions:
                 laid=() if used is None else used.laid,
                 saved=saved,
                 width=self._facts.width,
+                token_ids=self._facts.token_ids,
             )
         except BaseException:
             backend.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from accel.runtime.decode.logprobs import Logprob
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.model.meter import Meter
 from accel.runtime.model.sample import Sample
 
@@ -30,6 +31,11 @@ class Stream:
     def tokens(self) -> list[int]:
         """The new tokens so far. With drafting these can be a few more than were yielded."""
         return list(self._sample.row.tokens)
+
+    @property
+    def prompt(self) -> Ints:
+        """The ids [n] that the model reads before them."""
+        return self._sample.row.prompt
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]]:

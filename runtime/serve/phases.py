@@ -217,7 +217,7 @@ class Phases:
                 f"the request has {size} tokens and may hold {most}, and there is room for "
                 f"{min(self._capacity, self._model.facts.max_context)}; shorten it, or lower max_tokens"
             )
-        request_json = request_to_json(request, row.prompt)
+        request_json = request_to_json(request, row.prompt_text)
         with self._changed:
             if self._closing:
                 raise InputError("this engine is closed; make another")

@@ -65,9 +65,10 @@ class SessionCore:
         max_context: int,
         origin: Any = None,
         width: int | None = None,
+        token_ids: int | None = None,
     ):
         """`origin`: of which model it is (`session.saved.Origin`). `width`: numbers that a step gives for a token;
-        None: its logits.
+        None: its logits. `token_ids`: how many ids it reads; None: those of its tokens.
         """
         self.origin = origin
         self.adapters: list[str | None] = [None] * batch  # the name of each row's
@@ -75,6 +76,7 @@ class SessionCore:
         self.batch = batch
         self.vocab_size = vocab_size
         self.width = vocab_size if width is None else width
+        self.token_ids = vocab_size if token_ids is None else token_ids
         self.max_context = max_context
         self.observers = tuple(observers)
         self.lengths: Ints = np.zeros(
@@ -150,6 +152,7 @@ class SessionCore:
             *(self.backend.copy(), self.batch, copies, self.vocab_size, self.max_context),
             self.origin,
             self.width,
+            self.token_ids,
         )
         other.adapters, other.laid = self.adapters, self.laid
         other.lengths, other.kin, other.room = self.lengths.copy(), self.kin, list(self.room)
@@ -164,6 +167,7 @@ class SessionCore:
             *(self.backend.copy(rows), rows.size, copies, self.vocab_size, self.max_context),
             self.origin,
             self.width,
+            self.token_ids,
         )
         other.adapters, other.laid = [self.adapters[row] for row in rows], self.laid
         other.lengths, other.room = self.lengths[rows], list(self.room)
@@ -183,7 +187,7 @@ class SessionCore:
             return Outputs(self.run(tokens, lengths, last_only, controls), {})
         check_names("output", want, self.backend.extra)
         before, extra = self.lengths, Extra(want, self.batch, last_only)
-        ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
+        ids, counts = call_tokens(tokens, lengths, before, self.token_ids, self.max_context)
         self._hearing = (*self._hearing, extra)
         try:
             logits = self.run(ids, counts, last_only, controls)
@@ -217,7 +221,7 @@ class SessionCore:
     ) -> Logits:
         """See `Session.run`; `prompt`: a prompt ends with these tokens."""
         backend, before = self.backend, self.lengths
-        ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
+        ids, counts = call_tokens(tokens, lengths, before, self.token_ids, self.max_context)
         self._gone = np.zeros_like(before)
         call = Call(ids, counts, before, prompt, self._checked(controls) if controls else NONE)
         for one in self.watchers:
@@ -237,7 +241,7 @@ class SessionCore:
     def reuse(self, tokens: Any, lengths: Any) -> Ints:
         """See `Session.reuse`."""
         before = self.lengths
-        self._admit(*call_tokens(tokens, lengths, before, self.vocab_size, self.max_context))
+        self._admit(*call_tokens(tokens, lengths, before, self.token_ids, self.max_context))
         return self.lengths - before
 
     def _admit(self, ids: Ints, counts: Ints | None) -> tuple[Ints, Ints | None]:

@@ -46,7 +46,7 @@ class Guesses:
     ) -> Logits:
         """See `Session.guess`."""
         core, before = self._core, self._core.lengths
-        ids, counts = call_tokens(tokens, lengths, before, core.vocab_size, core.max_context)
+        ids, counts = call_tokens(tokens, lengths, before, core.token_ids, core.max_context)
         seen = tree_of(tree, ids.shape, ahead=positions is not None)
         rows = columns_of(columns, ids.shape)
         if ids.shape[1] > core.chunk:

@@ -60,12 +60,17 @@ class Session:
         laid: Sequence[LaidAdapter] = (),
         saved: SavedSession | None = None,
         width: int | None = None,
+        token_ids: int | None = None,
     ):
         """`observers`: in the order in which they are asked (`observer_factories`). `origin`: the model, for `save`.
         `adapters`: the name of each row's. `laid`: all that rows may use, as the backend has them. `saved`: what it
-        goes on from. `width`: numbers that a step gives for a token; None: its logits.
+        goes on from. `width`, `token_ids`: as of `SessionCore`.
         """
-        self._parts(SessionCore(backend, batch, observers, vocab_size, max_context, origin, width))
+        self._parts(
+            SessionCore(
+                backend, batch, observers, vocab_size, max_context, origin, width, token_ids
+            )
+        )
         if adapters is not None:
             self._core.adapters, self._core.laid = list(adapters), tuple(laid)
         if saved is not None:
@@ -95,6 +100,11 @@ class Session:
     def vocab_size(self) -> int:
         """Size of the vocabulary, V."""
         return self._core.vocab_size
+
+    @property
+    def token_ids(self) -> int:
+        """How many token ids calls take, from 0 on: V, and those behind the vocabulary that a recipe adds."""
+        return self._core.token_ids
 
     @property
     def max_context(self) -> int:
@@ -259,7 +269,7 @@ class Session:
             raise InputError(
                 f"tokens have shape {list(ids.shape)}; give [B, T], at least one token"
             )
-        check_vocabulary(ids, self.vocab_size, "tokens")
+        check_vocabulary(ids, self.token_ids, "tokens")
         return self.entry(EMBED.name, {"tokens": ids})["stream"]
 
     def entry(self, name: str, inputs: Arrays, width: int = 0) -> Arrays:
@@ -299,9 +309,7 @@ class Session:
     def _prompted(self, core: SessionCore, tokens: Any, lengths: Any) -> Logits:
         """See `prompt`."""
         if empty := not core.lengths.any():
-            ids, real = call_tokens(
-                tokens, lengths, core.lengths, core.vocab_size, core.max_context
-            )
+            ids, real = call_tokens(tokens, lengths, core.lengths, core.token_ids, core.max_context)
             counts = np.full(core.batch, ids.shape[1], np.int64) if real is None else real
             for one in core.runners:
                 if (logits := one.prompt(core, ids, counts)) is not None:

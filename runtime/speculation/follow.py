@@ -199,7 +199,7 @@ class Follower:
         for i, ids in rows.items():
             self._log.put(i, int(held[i]), ids)
             tokens[i, : ids.size] = ids
-        tokens[tokens >= session.vocab_size] = 0  # ids that only the target has say nothing here
+        tokens[tokens >= session.token_ids] = 0  # ids that only the target has say nothing here
         lengths = None if (counts == tokens.shape[1]).all() else counts
         return (
             session.prompt(tokens, lengths)
@@ -222,7 +222,7 @@ class Follower:
         tree = np.tile(np.eye(width, dtype=np.bool_), (counts.size, 1, 1))
         for i, (ids, mask) in rows.items():
             tokens[i, : ids.size], tree[i, : ids.size, : ids.size] = ids, mask
-        tokens[tokens >= self._session.vocab_size] = 0
+        tokens[tokens >= self._session.token_ids] = 0
         return self._session.guess(tokens, tree, counts, columns)
 
     @property

@@ -24,7 +24,7 @@ from accel.ir.tables import Sizes
 from accel.passes import Report
 from accel.passes.prefill.prune import Base
 from accel.passes.state.embedded import embedded, embedding_of, tidy
-from accel.passes.trained import ALL, Trained, read, some_of
+from accel.passes.trained import ALL, Trained, first_product, read
 
 aten = torch.ops.aten
 SOFT, GAIN = "soft", "gain"  # of the trained part; and `<weight>.a`, `<weight>.b` of each product
@@ -75,7 +75,7 @@ class CacheAugment(Trained, Base):
         for name, (out, into) in shapes(program, entry).items():
             want |= {f"{name}.a": (into, -1), f"{name}.b": (-1, out)}
         wanted: dict[int, Sizes] = {ALL: want}
-        parts = read(self, program.facts.name, known_by(program, entry), wanted)[ALL]
+        parts = read(self, program.facts.name, first_product(program, entry), wanted)[ALL]
         ranks = {n.removesuffix(".a"): t.shape[1] for n, t in parts.items() if n.endswith(".a")}
         if wrong := [n for n, rank in ranks.items() if parts[f"{n}.b"].shape[0] != rank]:
             raise PassError(
@@ -194,11 +194,6 @@ def shapes(program: Program, entry: Entry) -> dict[str, tuple[int, int]]:
         out, into = program.params.blank(name).shape
         found[name] = int(out), int(into)
     return found
-
-
-def known_by(program: Program, entry: Entry) -> str:
-    """By what a model is known again: a few numbers of the first of these weights."""
-    return some_of(program.params[next(iter(products(program, entry)))])
 
 
 def _adapt(program: Program, node: fx.Node, name: str, parts: Mapping[str, Tensor]) -> None:

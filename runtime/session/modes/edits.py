@@ -114,7 +114,7 @@ def _checked(calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Ints
     ids = as_ints(tokens, "tokens") if np.size(tokens) else np.zeros(0, np.int64)
     if ids.ndim != 1:
         raise InputError(f"tokens have shape {list(ids.shape)}; an edit of one row takes [n]")
-    check_vocabulary(ids, calls.vocab_size, "tokens")
+    check_vocabulary(ids, calls.token_ids, "tokens")
     if (after := length + start + len(ids) - stop) > calls.max_context:
         raise InputError(
             f"row {row} would hold {after} tokens; max_context is {calls.max_context}. Give fewer tokens"

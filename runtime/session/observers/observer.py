@@ -91,6 +91,7 @@ class Calls(Protocol):
     """What an observer that makes graph calls of its own asks of its session (`session/core.py`)."""
 
     vocab_size: int
+    token_ids: int  # how many ids a step reads
     max_context: int
     batch: int
     lengths: Ints  # tokens of each row [B]; replaced, never written

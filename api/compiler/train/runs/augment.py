@@ -32,13 +32,12 @@ from accel.passes.prefill.prune.cache_augment import (
     CacheAugment,
     check,
     coprocessor,
-    known_by,
     named,
     shapes,
     width_of,
 )
 from accel.passes.state.embedded import embedded, embedding_of
-from accel.passes.trained import ALL, Parts
+from accel.passes.trained import ALL, Parts, first_product
 
 AHEAD = 16  # tokens behind an insertion that count
 INSERTIONS = 16  # of a row
@@ -61,7 +60,7 @@ class Augmented:
     @property
     def names(self) -> str:
         """By what the model is known again."""
-        return known_by(self.program, self.plain)
+        return first_product(self.program, self.plain)
 
     def start(self, inner: int, seed: int) -> Parts:
         """Soft embeddings that are those of random tokens, products of rank `inner` that are 0, and a gain that makes
