@@ -24,7 +24,7 @@ class ParallelFollower(FeatureFollower):
 
     @property
     def deepest(self) -> int:
-        return self._said.shape[1] - 1
+        return int(self._said.shape[1]) - 1
 
     def follow(self, rows: Mapping[int, Ints], sure: Mapping[int, int] | None = None) -> Logits:
         logits = super().follow(rows, sure)[:, -1:]

@@ -43,5 +43,6 @@ class Eagle1(nn.Module):
         return y
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        y = self.guessed(*self.stand_ins(tokens), positions)
+        e, h = self.stand_ins(tokens)
+        y = self.guessed(e, h, positions)
         return torch.cat([self.words(self.lm_head(y)), y], dim=-1)

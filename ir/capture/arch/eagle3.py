@@ -45,8 +45,8 @@ class Eagle3Config:
         all_taps = self.tap_width * len(self.taps)
         embedding = 0 if self.own_embedding else self.embedding
         if self.parallel:
-            more = {"mask": self.mask, "parallel": self.parallel}
-            return DraftHead("peagle", self.taps, width, all_taps, embedding, **more)
+            kind = "peagle", self.taps, width, all_taps, embedding
+            return DraftHead(*kind, mask=self.mask, parallel=self.parallel)
         return DraftHead("eagle3", self.taps, width, all_taps, embedding)
 
 
