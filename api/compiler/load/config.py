@@ -63,7 +63,8 @@ def refuse(
     if runs_own_code(config, trust_remote_code):
         return  # what it is only its code knows
     kind = config.get("model_type")
-    if config.get("auto_map") and not (isinstance(kind, str) and kind in _types(embedding)):
+    known = kind in _types(embedding) or embedding is None and text_type(config) is not None
+    if config.get("auto_map") and not known:
         raise CaptureError(
             f"{path} contains its own Python code (auto_map in config.json), which accel does not run, and "
             f"transformers has no class for its model type {kind!r}; review that code, then allow it with "
