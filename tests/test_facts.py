@@ -12,6 +12,7 @@ from accel.ir.draft_head import DraftHead
 from accel.ir.embedding import Embedding
 from accel.ir.encoder import EncoderFacts, SpeechTokens
 from accel.ir.errors import ArtifactError
+from accel.ir.extra_ids import ExtraIds
 from accel.ir.facts import FEATURES, Facts, LayerFacts
 from accel.ir.fields import Fields
 from accel.ir.kv import KvFacts
@@ -49,6 +50,7 @@ FULL = {
     "low_rank": LowRank((0, 2), (2, 2), (16, 16), (8, 32)),
     "suppressed": Suppressed((3, 9), (4,)),
     "picks": Picks(1),
+    "extra_ids": ExtraIds(2),
 }
 
 

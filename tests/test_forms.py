@@ -192,6 +192,7 @@ def test_zaya_projects_by_its_form_as_by_its_own_code():
         assert not torch.allclose(form(module, x)[0], want[0], atol=1e-3)
 
 
+@pytest.mark.long
 def test_zaya_drafts():
     """Its state goes back to behind a draft's rejected tokens: what a convolution multiplies by is no token's."""
     pytest.importorskip("transformers.models.zaya.modeling_zaya")

@@ -65,9 +65,11 @@ def test_a_file_drafts_with_its_layer(tmp_path):
     ],
 )
 def test_wrong_layers_are_refused(change, words, tmp_path):
-    _, _, path = written("glm4moe", tmp_path / "m.gguf", change=change)
+    model, _, path = written("glm4moe", tmp_path / "m.gguf", change=change)
+    head = head_at(path, "mtp", target_of(model.lm_head.weight))
     with pytest.raises(CaptureError, match=words):
-        accel.optimize(path, "mtp", target="eager", max_context=64)
+        head.format.check(path, head.json)
+        head.load()
 
 
 def test_a_file_without_one(tmp_path):

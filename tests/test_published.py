@@ -52,10 +52,10 @@ def test_a_wrong_one_fails_the_run_and_is_counted(smoked, file):
 
 def test_a_refusal_is_told_without_the_path(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llava"}), encoding="utf-8")
+    path.write_text(json.dumps({"model_type": "kosmos-2"}), encoding="utf-8")
     row = published.measure(path)
     assert row["results"] == dict.fromkeys(published.TARGETS, "refused")
-    assert row["why"].startswith("model_type of config.json: 'llava'")
+    assert row["why"].startswith("model_type of config.json: 'kosmos-2'")
 
 
 def test_a_file_needs_a_source(smoked, file):

@@ -209,7 +209,7 @@ def served(marks, **config):
     """A model whose vocabulary has such tokens."""
     data = json.loads((reference() / "tokenizer.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer(json.dumps(serve_case.marked(data, marks)).encode())
-    facts = SimpleNamespace(max_context=64, vocab_size=1 << 20)
+    facts = SimpleNamespace(max_context=64, vocab_size=1 << 20, token_ids=1 << 20)
     return SimpleNamespace(name="m", model=SimpleNamespace(tokenizer=tokenizer, facts=facts))
 
 

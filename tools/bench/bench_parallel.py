@@ -119,7 +119,9 @@ class Oracle:
     def observer(self, kind: type) -> Any:
         return CanvasState(Diffusion(self.task.mask), len(self.prompts))
 
-    def write(self, tokens: Ids, at: Ids, counts: Ids, rows: Ids) -> npt.NDArray[np.float32]:
+    def write(
+        self, tokens: Ids, at: Ids, counts: Ids, rows: Ids, picks: Ids | None = None
+    ) -> npt.NDArray[np.float32]:
         laws = np.ones((len(tokens), rows.shape[1], self.vocab_size))
         for i in np.flatnonzero(counts).tolist():
             size = len(self.prompts[i])

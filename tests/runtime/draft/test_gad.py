@@ -159,7 +159,7 @@ def test_a_loop_that_gives_tokens_refuses_a_draft_model_of_others_at_build(
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')
     draft = {"use": "model", "path": str(tmp_path)}
     plan = assemble(Recipe(tables={"draft": draft, "loop": {"use": loop}}))
-    target = SimpleNamespace(max_batch=8, vocab_size=9, num_layers=1)
+    target = SimpleNamespace(max_batch=8, vocab_size=9, num_layers=1, layers=())
     monkeypatch.setattr(Folder, "tokenizer", Words("a", "b"))
     draft_build.check_draft(plan, target, Words("a", "b"))
     with pytest.raises(RecipeError, match=rf"loop\.{loop}: .* another tokenizer .* set `path`"):

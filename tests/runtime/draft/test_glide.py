@@ -319,7 +319,7 @@ def test_rows_join_and_leave(home, built):
         ({"kv.codec": {"use": "kv-int8"}}, "stores keys as attention reads them"),
         ({"kv.codec": {"use": "kivi"}}, "stores keys as attention reads them"),
         ({"kv.score": {"use": "snapkv"}}, "keeps every token that it was given"),
-        ({"kv.reuse": {"use": "paged-prefix"}}, "every token of a prompt runs|share cache memory"),
+        ({"kv.reuse": {"use": "paged-prefix"}}, "share cache memory|every token of a prompt runs"),
     ],
 )
 def test_caches_that_are_stored_otherwise_are_refused(home, tmp_path, tables, words):

@@ -75,7 +75,7 @@ def test_a_draft_is_that_of_the_module(tmp_path, kind):
         ("glm4_moe", "onnx", Chain(), 0.9),
         ("deepseek_v3", "onnx", Chain(), 0.0),
         ("glm4_moe", "eager", EagleTree(), 0.0),
-        ("qwen3_next", "onnx", Chain(), 0.9),
+        pytest.param("qwen3_next", "onnx", Chain(), 0.9, marks=pytest.mark.long),
     ],
 )
 def test_tokens_are_those_of_plain_decoding(tmp_path, kind, target, tree, temperature):
