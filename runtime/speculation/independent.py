@@ -17,6 +17,21 @@ from accel.runtime.speculation.features import Taps
 from accel.runtime.speculation.follow import Follower
 
 
+def by_depth(
+    said: npt.NDArray[np.float32],
+    rows: Mapping[int, tuple[Ints, npt.NDArray[np.bool_]]],
+    count: int,
+) -> Logits:
+    """The logits [B,count,V] of nodes of trees, of those of each depth [B,D,V], whatever the path. The new nodes of a
+    row are equally deep: `rows` as of `Follower.guess`.
+    """
+    depths = np.zeros(len(said), np.int64)
+    for i, (_, mask) in rows.items():
+        depths[i] = mask[-1].sum()
+    found = said[np.arange(depths.size), depths]
+    return np.broadcast_to(found[:, None], (depths.size, count, found.shape[1]))
+
+
 class IndependentFollower(Follower):
     """Its session holds nothing: one call reads the features of the last token of each row that the target ran, and
     gives the logits of all heads, which stand for every path of a tree.
@@ -64,12 +79,8 @@ class IndependentFollower(Follower):
     def guess(
         self, rows: Mapping[int, tuple[Ints, npt.NDArray[np.bool_]]], new: Mapping[int, int]
     ) -> Logits:
-        """The nodes of a row that are new are equally deep."""
-        depths = np.zeros(len(self._said), np.int64)
-        for i, (_, mask) in rows.items():
-            depths[i] = mask[-1].sum()
-        said = self._said[np.arange(depths.size), depths]
-        return np.broadcast_to(said[:, None], (depths.size, max(new.values()), said.shape[1]))
+        """See Follower."""
+        return by_depth(self._said, rows, max(new.values()))
 
     def join(self, other: Any) -> None:
         super().join(other)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from accel.runtime.call import Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.features import FeatureFollower
+from accel.runtime.speculation.independent import by_depth
 
 
 class ParallelFollower(FeatureFollower):
@@ -49,12 +50,8 @@ class ParallelFollower(FeatureFollower):
     def guess(
         self, rows: Mapping[int, tuple[Ints, npt.NDArray[np.bool_]]], new: Mapping[int, int]
     ) -> Logits:
-        """The nodes of a row that are new are equally deep."""
-        depths = np.zeros(len(self._said), np.int64)
-        for i, (_, mask) in rows.items():
-            depths[i] = mask[-1].sum()
-        said = self._said[np.arange(depths.size), depths]
-        return np.broadcast_to(said[:, None], (depths.size, max(new.values()), said.shape[1]))
+        """See Follower."""
+        return by_depth(self._said, rows, max(new.values()))
 
     def join(self, other: Any) -> None:
         super().join(other)

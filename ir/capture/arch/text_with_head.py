@@ -13,12 +13,13 @@ from torch import nn
 @cache
 def text_with_head(kind: str) -> Any:
     """The class for a model type, which makes one of a configuration as transformers' automatic classes do."""
+    import transformers
     from transformers import AutoModel, GenerationMixin, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     named = str(MODEL_MAPPING_NAMES[kind])
-    within: Any = getattr(__import__("transformers"), named)
+    within: Any = getattr(transformers, named)
 
     class TextWithHead(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         base_model_prefix = "model"

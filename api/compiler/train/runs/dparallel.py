@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,12 @@ class Tuned:
         """By what the model is known again."""
         return sample(self.program, keys_of(self.program))
 
-    @property
+    @cached_property
+    def fixed(self) -> dict[str, Tensor]:
+        """The model's parameters."""
+        return {name: self.program.params[name] for name in self.program.params}
+
+    @cached_property
     def weights(self) -> list[str]:
         """The matrices of products with hidden states, but for the output head."""
         graph, logits = self.program.step.graph, self.program.step.output_nodes()["logits"]
@@ -62,7 +68,6 @@ class Tuned:
     def start(self, inner: int, seed: int) -> Parts:
         """A matrix [N,K] gets b a, of a [r,K] and b [N,r], which is 0."""
         generator = torch.Generator().manual_seed(seed)
-        self.fixed = {name: self.program.params[name] for name in self.program.params}
         parts = dict[str, Tensor]()
         for name in self.weights:
             rows, columns = self.fixed[name].shape
