@@ -18,7 +18,7 @@ from bench_decoding import (
     wilson,
     write,
 )
-from decoding_tasks import KINDS, SHOTS, Exactly, Task
+from decoding_tasks import LISTS, SHORT, SHOTS, Exactly, Items, Task
 
 from accel.compiler.assemble import assemble
 from accel.ir.recipe import Recipe
@@ -74,16 +74,25 @@ def test_each_setting_is_a_recipe_and_a_request():
         SamplingParams(**one.request)
 
 
-def test_tasks_are_solved_by_their_answers_alone():
-    found = decoding_tasks.short(4)
-    assert [task.kind for task in found] == [*KINDS] * 4
-    assert found == decoding_tasks.short(4) != decoding_tasks.short(4, seed=1)
+@pytest.mark.parametrize("kinds", [SHORT, LISTS])
+def test_tasks_are_solved_by_their_answers_alone(kinds):
+    found = decoding_tasks.drawn(kinds, 4)
+    assert [task.kind for task in found] == [*kinds] * 4
+    assert found == decoding_tasks.drawn(kinds, 4) != decoding_tasks.drawn(kinds, 4, seed=1)
     for task in found:
         answer = task.right.answer
         assert task.right(f" {answer}.\n") and not task.right(f"The answer is {answer}.")
         assert len(task.prompt) == 2 * SHOTS + 1 and task.prompt[-1]["role"] == "user"
         if task.kind != "add":
-            assert answer in task.prompt[-1]["content"]
+            assert all(item in task.prompt[-1]["content"] for item in answer.split(", "))
+
+
+def test_a_list_has_each_item_once_in_any_order():
+    right = Items("Oslo, Lima")
+    assert right("Lima, Oslo.")
+    assert not any(
+        right(text) for text in ("Oslo", "Oslo, Lima, Rome", "Oslo, Lima, Lima", "lima, Oslo")
+    )
 
 
 def test_answers_are_told_in_the_order_of_the_tasks(monkeypatch):

@@ -1,6 +1,7 @@
 """Decoders on closed tasks: exact answers, likelihood of the answers, speed; each over its main option.
 
     python tools/bench/bench_decoding.py MODEL LOG.jsonl                       copying, extraction, addition
+    python tools/bench/bench_decoding.py MODEL LOG.jsonl --lists               every item of a sentence
     python tools/bench/bench_decoding.py MODEL LOG.jsonl --every 8 --middle    every eighth of HumanEval, no sweep
     python tools/bench/bench_decoding.py MODEL LOG.jsonl --speed               speed instead, for a quiet machine
 
@@ -45,6 +46,7 @@ from accel.ir.errors import AccelError, InputError
 from accel.ir.recipe import Recipe
 
 CONTEXT, ROWS, SEED = 1024, 8, 1
+SAMPLED = {"temperature": 0.7, "seed": SEED}  # of searches that draw
 PAIRS, NEW = 3, 48  # of speed: turns for each of its prompts, tokens
 TOPICS = ("Why is the sky blue?", "Describe the water cycle to a child.", "What makes bread rise?")
 Z = 1.96  # of a 95 % interval
@@ -95,7 +97,11 @@ SWEEPS: list[list[Setting]] = [
     searched("contrastive", "alpha", (0.2, 0.6, 0.8)),
     searched("adadec", "threshold", (0.5, 1.0, 2.0)),
     searched("superposed", "drafts", (2, 3, 6)),
-    searched("phi-decoding", "beams", (2, 4), temperature=0.7, seed=SEED),
+    searched("phi-decoding", "beams", (2, 4), **SAMPLED),
+    searched("a-star-decoding", "width", (2, 4), **SAMPLED),
+    searched("first-finish", "samples", (2, 4, 8), **SAMPLED),
+    searched("adaptive-bok", "mean", (2, 4, 8), **SAMPLED),
+    searched("desel", "samples", (2, 8, 16), **SAMPLED),
     requested("temperature", "temperature", (0.3, 0.7, 1.0, 1.5)),
     requested("top-k", "top_k", (5, 20, 50)),
     requested("top-p", "top_p", (0.5, 0.8, 0.95)),
@@ -246,6 +252,7 @@ def main(
     log: Annotated[Path, typer.Argument(help="JSON lines; made where it is not there.")],
     count: Annotated[int, typer.Option(min=1, help="Tasks of each kind.")] = 16,
     every: Annotated[int, typer.Option(min=0, help="HumanEval's every so many-th instead.")] = 0,
+    lists: Annotated[bool, typer.Option("--lists", help="Lists instead.")] = False,
     middle: Annotated[bool, typer.Option("--middle", help="One setting of each decoder.")] = False,
     speed: Annotated[bool, typer.Option("--speed", help="Measure speed, no answers.")] = False,
     decoder: Annotated[list[str] | None, typer.Option(help="Only these.")] = None,
@@ -259,10 +266,11 @@ def main(
             if wrong := [name for name in decoder if name not in known]:
                 raise InputError(f"no decoder {wrong[0]!r}; there are {', '.join(sorted(known))}")
             chosen = [one for one in chosen if one.decoder in decoder]
-        tasks = decoding_tasks.human(every) if every else decoding_tasks.short(count)
+        kinds = decoding_tasks.LISTS if lists else decoding_tasks.SHORT
+        tasks = decoding_tasks.human(every) if every else decoding_tasks.drawn(kinds, count)
         of = {
             "model": model.name,
-            "tasks": f"human-eval/{every}" if every else f"short/{count}",
+            "tasks": f"human-eval/{every}" if every else f"{'lists' if lists else 'short'}/{count}",
         }
         found = read(log, of)
         missing = [

@@ -1,7 +1,7 @@
 """Closed tasks for bench_decoding.py: each has one right answer, which a program checks.
 
 `short`: copying, extraction and arithmetic for a small chat model, drawn from a seed, with two solved tasks of the kind
-before each as turns of the chat. `human-eval`: functions to complete (human_eval.py).
+before each as turns of the chat. `lists`: all cities of a text. `human-eval`: functions to complete (human_eval.py).
 """
 
 from __future__ import annotations
@@ -59,18 +59,23 @@ def added(rng: np.random.Generator) -> Drawn:
     return f"What is {a} + {b}?", str(a + b)
 
 
-KINDS: dict[str, Callable[[np.random.Generator], Drawn]] = {
-    "copy": copied,
-    "extract": extracted,
-    "add": added,
-}
+def listed(rng: np.random.Generator) -> Drawn:
+    people = rng.choice(PEOPLE, 4, replace=False)
+    cities = [str(name) for name in rng.choice(CITIES, 4, replace=False)]
+    text = " ".join(f"{p} has been to {c}." for p, c in zip(people, cities, strict=True))
+    return f"{text} Name all cities of this text.", ", ".join(cities)
 
 
-def short(count: int, seed: int = 0) -> list[Task]:
+Kinds = dict[str, Callable[[np.random.Generator], Drawn]]
+SHORT: Kinds = {"copy": copied, "extract": extracted, "add": added}
+LISTS: Kinds = {"list": listed}
+
+
+def drawn(kinds: Kinds, count: int, seed: int = 0) -> list[Task]:
     """So many of each kind, in turns."""
     found = []
     for i in range(count):
-        for place, (kind, draw) in enumerate(KINDS.items()):
+        for place, (kind, draw) in enumerate(kinds.items()):
             rng = np.random.default_rng((seed, place, i))
             turns = []
             for asked, answer in [draw(rng) for _ in range(SHOTS)]:
@@ -78,7 +83,8 @@ def short(count: int, seed: int = 0) -> list[Task]:
                 turns += [{"role": "assistant", "content": answer}]
             asked, answer = draw(rng)
             turns.append({"role": "user", "content": asked})
-            found.append(Task(kind, turns, Exactly(answer)))
+            right = Items(answer) if kind in LISTS else Exactly(answer)
+            found.append(Task(kind, turns, right))
     return found
 
 
@@ -90,6 +96,15 @@ class Exactly:
 
     def __call__(self, text: str) -> bool:
         return text.strip().removesuffix(".") == self.answer
+
+
+@dataclass(frozen=True)
+class Items(Exactly):
+    """Whether a text has these items, once each and in any order."""
+
+    def __call__(self, text: str) -> bool:
+        found = text.strip().removesuffix(".").split(",")
+        return sorted(item.strip() for item in found) == sorted(self.answer.split(", "))
 
 
 def human(every: int) -> list[Task]:

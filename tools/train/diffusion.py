@@ -1,6 +1,7 @@
 """Train the bundled masked-diffusion model from the bundled one's weights, restartably.
 
     python tools/train/diffusion.py --out RUN --minutes 60       # train, or continue with --resume
+    python tools/train/diffusion.py --out RUN --begin api/reference/diffusion    # train that one on
     python tools/train/diffusion.py --out RUN --export           # RUN -> api/reference/diffusion
 
 The weights begin as those of `api/reference` and see both ways from then on; the logits of token i
@@ -192,9 +193,11 @@ class Run:
             optimiser.load_state_dict(saved)
 
 
-def prepare(kind: type[Run], folder: Path, minutes: float, seed: int, device: str) -> Run:
-    """A run at step 0: the bundled model's weights."""
-    start, tokenizer = reference_export.load(), reference_export.load_tokenizer()
+def prepare(
+    kind: type[Run], folder: Path, minutes: float, seed: int, device: str, begin: Path = REFERENCE
+) -> Run:
+    """A run at step 0: the weights of the model in `begin`."""
+    start, tokenizer = reference_export.load(begin), reference_export.load_tokenizer()
     torch.manual_seed(seed)
     model = Llama(replace(start.shape, causal=kind.fills.get("is_causal", True)))
     model.load_state_dict(start.state_dict())
@@ -292,6 +295,9 @@ def main(kind: type[Run]) -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda: a run may change it")
+    parser.add_argument(
+        "--begin", type=Path, default=REFERENCE, help="a model of this form to train on"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--export", action="store_true", help="write the model and stop")
     parser.add_argument("--to", type=Path, default=REFERENCE / kind.default, help="where to")
@@ -300,7 +306,7 @@ def main(kind: type[Run]) -> None:
         return export(kind, options.out, options.to)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    run = prepare(kind, options.out, options.minutes, options.seed, options.device)
+    run = prepare(kind, options.out, options.minutes, options.seed, options.device, options.begin)
     state = run.checkpoints.load()
     if (state is None) == options.resume:
         what, act = (
