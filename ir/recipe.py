@@ -150,6 +150,11 @@ def _from_file(path: Path) -> Recipe:
         raise RecipeError(
             f"{path}: no such recipe file; give an existing TOML file, or a name (see accel-compile recipes)"
         ) from None
+    except IsADirectoryError:
+        raise RecipeError(
+            f"{path}: is a folder, and a recipe is a TOML file or a name (see accel-compile recipes); if this is "
+            "the model, give it in the model's place"
+        ) from None
     except (
         OSError,
         ValueError,

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from accel import cli
 from accel.compiler import explain as package
 from accel.compiler.assemble import assemble
-from accel.compiler.explain import costs, explain, layer
+from accel.compiler.explain import costs, explain, layer, page
 from accel.compiler.explain import rates as measuring
 from accel.compiler.explain import subject as sketching
 from accel.compiler.explain.drawing import picture
 from accel.compiler.explain.explain import _Work
-from accel.compiler.explain.page import write_page
+from accel.compiler.explain.page import rests, write_page
 from accel.compiler.explain.rates import Rates
 from accel.compiler.explain.subject import subject
 from accel.compiler.facts_json import model_facts
@@ -295,6 +295,25 @@ def test_a_layer_under_a_condition_has_two_pictures(captured, tmp_path):
     assert "where the layer is skipped" in (tmp_path / "e.html").read_text()
     full = told(captured, "base")
     assert e.weights.total < full.weights.total, "layers that are left out read no weights"
+    assert ["layers run for a token", "100%", "50%", "0.50"] in page.costs(e)[1]
+    assert not any("run for a token" in line[0] for line in page.costs(full)[1])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names", "rest"),
+    [
+        ("by-branch", ["attentions", "MLPs"], None),
+        ("sublayer-skip", ["attentions"], None),
+        ("skipdecode", ["layers"], "after the prompt on; more run before"),
+        ({"depth": {"use": "calm", "threshold": 0.5}}, ["layers"], "depends on the text"),
+    ],
+)
+def test_what_a_token_runs_is_told(captured, recipe, names, rest):
+    e = told(captured, recipe)
+    assert [line[0] for line in page.costs(e)[1] if "run for" in line[0]] == [
+        f"{name} run for a token" for name in names
+    ]
+    assert any(rest in line for line in rests(e)) if rest else len(rests(e)) == 1
 
 
 def test_speed_follows_from_bytes(captured):

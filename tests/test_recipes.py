@@ -4,6 +4,7 @@ import math
 import tomllib
 from dataclasses import fields
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,7 @@ def test_equal_tables_do_not_clash():
         ({"weights": 3}, "'weights' is a int, not a table"),
         (3, "recipe is a int"),
         ("no/such/file.toml", "no such recipe file"),
+        (str(Path(__file__).parent), "is a folder, and a recipe is"),
     ],
 )
 def test_what_is_wrong_is_named_with_the_near_name(spec, words):

@@ -96,9 +96,28 @@ def costs(e: Explanation) -> tuple[list[str], list[list[str]]]:
     for prompt in made.tokens:
         rows.append(_row(f"KV after a prompt of {prompt}", base.bytes(prompt), made.bytes(prompt)))
     rows.append(_row("weights read per token", e.weights_base.total, e.weights.total))
+    rows += _depths(e)
     for prompt, pair in e.speed.items():
         rows.append(_speed(f"tokens/s after {prompt}, predicted", *pair))
     return ["", "base", e.recipe.name, "ratio"], rows
+
+
+def _depths(e: Explanation) -> list[list[str]]:
+    """The share of the layers that decoding runs for a token, or of each of their branches; none where it runs all
+    and a call cannot say otherwise. A share, since a large model is drawn with fewer layers than it has.
+    """
+    base, depth = len(e.before["layers"]), e.after.get("depth")
+    if depth is None:
+        count = len(e.after["layers"])
+        found = {"attentions": count} if count < base else {}
+    elif depth["mlp"] is None:
+        found = {"layers": sum(depth["plan"])}
+    else:
+        found = {"attentions": sum(depth["plan"]), "MLPs": sum(depth["mlp"])}
+    return [
+        [f"{name} run for a token", "100%", f"{count / base:.0%}", f"{count / base:.2f}"]
+        for name, count in found.items()
+    ]
 
 
 def _row(name: str, a: float, b: float) -> list[str]:
@@ -118,8 +137,16 @@ def rests(e: Explanation) -> list[str]:
     lines = [
         "Bytes are computed from the state layout and the budget, with slots allocated by 256."
     ]
-    if e.after.get("depth", {}).get("threshold") is not None:
-        lines.append("Weights and speed are for a token without early exit.")
+    depth = e.after.get("depth") or {}
+    if any(depth.get("until") or ()):
+        tokens = max(depth["until"])
+        lines.append(
+            f"Layers, weights and speed are for tokens from {tokens} after the prompt on; more run before."
+        )
+    if depth.get("threshold") is not None or depth.get("by_prompt") is not None:
+        lines.append(
+            "Layers, weights and speed are for a token that runs all; which ones pass some by depends on the text."
+        )
     if any(m.axis == "loop" for m in e.methods):
         lines.append(
             "Figures assume one call per token. How many tokens the loop gains per call depends on the text; "
