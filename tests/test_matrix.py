@@ -50,6 +50,7 @@ def test_what_slots_draw_with_noise_has_every_variant(runner):
     assert runner.run(case).why == ""
 
 
+@pytest.mark.long
 def test_what_a_fold_compares_may_be_bools(runner):
     """A codec of bytes compares numbers."""
     case = matrix.Case("llama", (("kv.codec", "kv-fp8"), ("weights", "int4-awq")))

@@ -63,6 +63,7 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize(
     "module", [lambda: Decoder(Rational), lambda: Decoder(nn.GELU, size=2)], ids=["KAT", "strips"]
 )
+@pytest.mark.few(1)
 def test_logits_are_the_modules(module):
     torch.manual_seed(0)
     one = module().eval()

@@ -116,6 +116,7 @@ def test_each_layer_chooses_of_what_reached_it(prune):
 
 
 @pytest.mark.parametrize("target", ["eager", "onnx"])
+@pytest.mark.few(1)
 def test_queries_of_a_prompt_do_not_outlive_it(target):
     """They are as large as the prompt, and of all layers."""
     with pruned(None, "snapkv", target).session() as session:
@@ -135,6 +136,7 @@ def test_queries_of_a_prompt_do_not_outlive_it(target):
 
 
 @pytest.mark.parametrize("target", ["eager", "onnx"])
+@pytest.mark.few(1)
 def test_a_session_that_starts_anew_sees_nothing_of_the_prompt_before(target):
     """Right after that was evicted, when buffers for later tokens are not made yet."""
     model = pruned("promptdistill", "snapkv", target)

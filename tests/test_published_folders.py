@@ -125,6 +125,7 @@ def tokenizer(folder):
     return read_tokenizer(folder)
 
 
+@pytest.mark.long
 def test_a_tokenizer_that_ends_texts_otherwise_is_noted(folder, tokenizer):
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     with accel.optimize(folder, **OPTIONS) as built:

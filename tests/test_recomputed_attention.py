@@ -122,7 +122,7 @@ def test_models_have_the_part_that_is_left_out(stateful, name):
     ), forms
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_tables_have_the_weights_of_the_model(stateful, name):
     program, (_, without) = program_of(stateful, name), MODELS[name]
@@ -207,6 +207,7 @@ def test_a_segment_is_given_the_sink(stateful):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["zipcache", "qaq"])
+@pytest.mark.long
 def test_a_method_may_ask_with_some_of_its_queries(stateful, name):
     """Which are no whole tensor in memory: both take the last ones of the entry's."""
     case = evicting(stateful("llama"), dict(Recipe.load(name).tables))

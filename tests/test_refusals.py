@@ -125,6 +125,7 @@ def test_a_good_configuration_passes_as_far_as_its_weights(directory):
     refused(path, "holds no *.safetensors; save the model with model.save_pretrained")
 
 
+@pytest.mark.long
 def test_code_of_its_own_is_not_needed_where_transformers_has_the_type(tmp_path, long_work):
     """As published DeepSeek-V3, MiniMax-M2 and Nemotron-H folders are, which are older than transformers' classes."""
     models.llama().save_pretrained(tmp_path)

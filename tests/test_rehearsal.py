@@ -232,6 +232,7 @@ def test_kvzip_scores_are_the_most_attention_of_the_repeat(case, monkeypatch):
     assert not np.allclose(state(once)["mass.0.recent"][..., :20], total["mass.0.recent"])
 
 
+@pytest.mark.long
 def test_one_budget_for_all_layers(stateful):
     """The highest scores of the model stay, so many as the mean says; a head may lose all but its sinks."""
     found = {**tables("kvzip", kept=12), "kv.budget": {"use": "kvzip", "tokens_kept": 12}}

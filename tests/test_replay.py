@@ -56,7 +56,7 @@ def law(program, plain, batch=2):
             close(got, anew.run(padded, lengths, last_only=True))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*MODELS, pytest.param("qwen3_5_text", marks=pytest.mark.long)])
 def test_rows_go_back_into_the_last_call(stateful, name):
     law(replaying(stateful(name)), stateful(name))
@@ -135,6 +135,7 @@ def built():
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+@pytest.mark.few(1)
 def test_drafts_give_the_tokens_of_plain_decoding(built, sampled, monkeypatch):
     """Two rows that draft apart, some of whose drafts fall in part."""
     monkeypatch.setattr("accel.runtime.speculation.guard.Guard.limit", 4)

@@ -134,7 +134,7 @@ def law(model, path):
         assert np.array_equal(want, got), "the opened session differs"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long if n in LIKE_OTHERS else ()) for n in NAMES]
 )

@@ -70,7 +70,7 @@ def http(server):
         yield found
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("given", "pattern"), FORMS, ids=lambda one: str(one)[:50])
 def test_every_form_is_followed(http, given, pattern):
     answer = http.post("/v1/completions", json={**ASKED, "prompt": "A: ", **given})

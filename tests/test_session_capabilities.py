@@ -243,7 +243,7 @@ def opened_for(model, rows):
     return model.session(rows)._core.observers
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_session_knows_of_its_rows_is_declared(prompted, name):
     session = prompted(name).fork()
@@ -288,7 +288,7 @@ EVICTS = [  # each method that evicts and brings no file, of a recipe that does 
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("axis", "name"), EVICTS)
 def test_prompts_that_end_in_eviction_run_in_chunks(axis, name):
     """Where nothing but keys, values and the last queries is scored; what is added up by call is not."""
@@ -358,6 +358,7 @@ def test_prompts_that_cannot_run_in_chunks_are_caught(prompted, name):
 
 
 @pytest.mark.parametrize("target", ["eager", "onnx"])
+@pytest.mark.few(1)
 def test_a_short_call_after_a_rewind_keeps_the_slots_that_a_compression_left(monkeypatch, target):
     """More than the call needs: rows of two blocks, then of three tokens."""
     monkeypatch.setattr(core, "STEP", 4)

@@ -158,6 +158,7 @@ def test_blocks_of_another_row_are_caught(monkeypatch):
         check(built("llama", tables=CASES["paged-prefix"][0]))
 
 
+@pytest.mark.long
 def test_rows_of_an_encoder_decoder_are_refused():
     model = accel.optimize(make("t5"), target="eager", max_context=64, max_batch=2)
     with model.session() as session, model.session() as other:

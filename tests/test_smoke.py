@@ -173,12 +173,14 @@ def test_every_recipe_in_its_own_sizes(recipes):
     ("name", "fields"),
     [("gemma2", {"attn_logit_softcapping": 2.0}), ("gpt2", {"scale_attn_by_inverse_layer_idx": True})],
 )  # fmt: skip
+@pytest.mark.long
 def test_what_the_fused_attention_leaves_out_is_in_the_reference(name, fields):
     found = accel.smoke(small_config(name, **fields), ["base"], ["eager"])
     assert [c.status for c in found.cells] == ["right"], found.cells
 
 
 @pytest.mark.parametrize("own", [False, True])
+@pytest.mark.few(1)
 def test_a_model_in_half_precision_is_compared_in_float32(own):
     given = models.tiny().bfloat16() if own else small_config("llama", dtype="bfloat16")
     found = accel.smoke(given, ["base"], ["eager"])

@@ -175,7 +175,7 @@ def their_text(model, source):
     return text[len(start) :] if text[: len(start)] == start else text
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", MORE, ids=lambda more: ",".join(more) or "plain")
 def test_times_are_transformers(told, more):
     model = told(**TIMED, **more)

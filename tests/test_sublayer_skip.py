@@ -52,7 +52,7 @@ def is_without(name, module, compiled, gone):
     return True
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("of", sublayer_skip.KINDS)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_deleted_adds_nothing(name, of):
@@ -124,6 +124,7 @@ def test_the_influence_is_that_of_the_paper():
         assert influence == pytest.approx(want[branch], abs=2e-3)
 
 
+@pytest.mark.long
 def test_it_runs_from_onnx_with_other_methods():
     recipe = {
         "depth": {"use": "sublayer-skip", "share": 0.5, "tokens": 5},

@@ -51,6 +51,7 @@ def told(decoder):
 
 
 @pytest.mark.parametrize("recipe", ["base", "prompt-lookup"])
+@pytest.mark.few(2)
 def test_texts_are_transformers(told, recipe, tmp_path):
     model, plain = told
     wanted = [theirs(model, prompt) for prompt in PROMPTS]
@@ -71,6 +72,7 @@ def test_texts_are_transformers(told, recipe, tmp_path):
         assert biased.tokens == wanted
 
 
+@pytest.mark.long
 def test_a_speech_models_texts_are_transformers():
     from transformers import AutoModelForSpeechSeq2Seq, GenerationConfig
 

@@ -131,6 +131,7 @@ def with_shares(program):
         ("llama", with_shares, "it reads those of layer 0"),
     ],
 )
+@pytest.mark.few(1)
 def test_layers_without_keys_and_values_of_their_own_are_refused(monkeypatch, kind, change, words):
     monkeypatch.setattr(Contrastive, "taps", lambda self, layers: (keys(1), values(1)))
     program = change(over_state(capture(models.make(kind, LAYERS).eval(), max_context=32)))

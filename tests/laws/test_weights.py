@@ -29,6 +29,7 @@ def error(compiled, base) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.few(3)
 def test_the_error_stays_within_what_is_declared(name, build):
     base = build("llama")
     axis = find_axes()["weights"]

@@ -142,6 +142,7 @@ def test_a_saved_session_goes_on_with_its_layers(model, tmp_path):
         assert np.array_equal(after(session, TOKENS[:1], [9], 3), want)
 
 
+@pytest.mark.long
 def test_a_threshold_of_0_is_the_base_bit_for_bit():
     base = accel.optimize(
         module_of(COUNT), "base", target="eager", max_context=64, max_batch=2, verify=False

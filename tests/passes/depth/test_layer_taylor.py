@@ -28,7 +28,7 @@ def gradients(module, text):
     return [{n: (p.detach(), p.grad) for n, p in layer.named_parameters()} for layer in stack]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
 def test_saliency_is_that_of_plain_gradients(name):
     program = program_of(LAYERS, TEXT, name)
@@ -56,6 +56,7 @@ def test_gradients_are_torchs_whatever_the_layer():
     assert seen == [3, 2, 1, 0]
 
 
+@pytest.mark.long
 def test_weights_or_gradients_of_zero_have_none():
     """Zeroed outputs leave the weights before them no gradient, and have no weight themselves."""
     module = copy.deepcopy(module_of(LAYERS))

@@ -38,7 +38,7 @@ def built(name="llama", on="eager", **options):
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "on"), [("llama", "eager"), ("gpt_neox", "onnx"), ("gemma2", "eager")]
 )

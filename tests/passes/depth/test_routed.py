@@ -68,6 +68,7 @@ def bundled():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", LEARN)
+@pytest.mark.long
 def test_training_falls_from_a_seed_on_the_bundled_model(name, tmp_path):
     """The model's own weights have no part in it."""
     source, method = bundled(), AXIS.build(name)

@@ -165,6 +165,7 @@ def test_with_all_layers_always_it_is_the_plain_model():
         )
 
 
+@pytest.mark.long
 def test_layers_that_no_token_runs_are_deleted():
     """Those above the warm-up, in the prompt too."""
     fewer = {**OPTIONS, "max_layers": 4}

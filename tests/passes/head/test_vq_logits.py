@@ -46,7 +46,7 @@ def by_groups(module, params, rerank):
     return found, want
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "phi"])
 @pytest.mark.parametrize("rerank", [0, 6])
 def test_logits_are_those_of_the_rule(name, rerank):
@@ -85,6 +85,7 @@ def test_as_many_codes_as_tokens_are_the_head_itself():
         assert torch.allclose(torch.tensor(compiled.logits(TOKENS)), dense(module), atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_soft_cap_stays_behind_it_and_onnx_is_eager():
     module = models.make("gemma2", 2)
     with built(module, "onnx") as compiled, built(module) as eager:

@@ -21,6 +21,7 @@ CASES = [Fed({}, of_block(False)), Fed({"cache": "prefix"}, of_block(True))]
 
 
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
+@pytest.mark.few(1)
 def test_a_blocks_first_call_is_the_uncached_one(shift):
     """All of a block at once: then nothing that is cached is read."""
     _, compiled = eager(shift)

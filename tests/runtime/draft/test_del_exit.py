@@ -65,6 +65,7 @@ def noted(monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.few(1)
 def test_tokens_are_those_of_plain_decoding_while_exits_change(model, temperature, monkeypatch):
     drafts, _ = noted(monkeypatch)
     want, _ = generated(model, None, temperature)
@@ -74,6 +75,7 @@ def test_tokens_are_those_of_plain_decoding_while_exits_change(model, temperatur
     assert all(row.drafting["drafted"] > 0 for row in rows)
 
 
+@pytest.mark.long
 def test_one_exit_is_layerskip(model, monkeypatch):
     """Where no draft ends early; else each is where layerskip's begins."""
     for never in (False, True):

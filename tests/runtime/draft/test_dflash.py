@@ -156,6 +156,7 @@ def test_a_block_is_that_of_the_formulas(tmp_path, target):
         assert found != wanted(9, **control), control
 
 
+@pytest.mark.long
 def test_rows_join_and_leave(tmp_path, target):
     """A row that came with another session drafts as by itself, and a row that takes another's place, too."""
     module, folder, tensors = target

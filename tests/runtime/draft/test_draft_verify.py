@@ -56,6 +56,7 @@ def generated(model, method, sampled=False, **options):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.few(1)
 def test_tokens_are_those_of_plain_decoding(model, sampled):
     want, _ = generated(model, None, sampled)
     got, rows = generated(model, DraftVerify(), sampled)
@@ -210,6 +211,7 @@ def test_what_changes_the_stream_least_is_tried_first(search):
     assert order == sorted(order) and len(order) == 2 * (LAYERS - 1)
 
 
+@pytest.mark.long
 def test_a_part_is_searched_written_and_read(tmp_path):
     """Of the module of the tests: the file holds the plan of the search, and is for that model."""
 

@@ -125,6 +125,7 @@ def test_the_format_is_told_by_tensors(home, tmp_path):
         (lambda t, c: c.update(layernorms=True), "says layernorms, and accel reads heads of EAGLE"),
     ],
 )
+@pytest.mark.few(3)
 def test_wrong_heads_are_refused(home, tmp_path, change, words):
     module, folder = home
     tensors = eagle1_tensors(module)

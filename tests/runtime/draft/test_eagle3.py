@@ -105,6 +105,7 @@ def test_tokens_are_those_of_plain_decoding(module, tmp_path, target, tree, temp
         assert as_plain(model, tree, temperature, limit=4)
 
 
+@pytest.mark.long
 def test_a_head_that_says_what_the_target_does_is_accepted(module, tmp_path):
     """The target's own head reads its last stream: with taps of it alone a draft's first token is the target's."""
     width, vocabulary = module.config.hidden_size, module.config.vocab_size
@@ -198,6 +199,7 @@ def test_what_is_no_head(module, tmp_path):
         accel.optimize(path, "base", target="eager")
 
 
+@pytest.mark.long
 def test_requests_of_a_server_get_what_they_get_alone(module, tmp_path, monkeypatch):
     """Rows join while others draft, and leave."""
     monkeypatch.setattr(CompiledModel, "costs", None)  # nothing weighs whether drafts pay

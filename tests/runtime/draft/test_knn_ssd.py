@@ -84,6 +84,7 @@ def routed(model, method, prompts, lengths=None):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.few(1)
 def test_tokens_are_those_of_plain_decoding(model, tmp_path, temperature):
     method = part_of(model, tmp_path / "a")
     got, rows = generated(model, method, temperature=temperature)
@@ -126,6 +127,7 @@ def test_a_mean_is_over_a_prompts_tokens_whatever_its_calls(model, tmp_path, mon
     assert np.abs(mean_of(padded[0]) - want[0]).max() > 1e-2, "the control: with the padding"
 
 
+@pytest.mark.long
 def test_of_one_kind_it_is_draft_verify(model, tmp_path):
     method = part_of(model, tmp_path / "a", least=-1.0, kind=[0, 0])
     whole = {"attn": FIRST, "mlp": FIRST, "cost": [0.5]}

@@ -61,6 +61,7 @@ def no_guard(monkeypatch):
     monkeypatch.setattr("accel.runtime.speculation.guard.Guard.due", False)
 
 
+@pytest.mark.long
 def test_every_draft_stands_where_the_budget_holds_the_context(plain, drafts):
     """The control, prompts of which it holds a part: the tokens and the bits of their logits are the same, too.
     Up to the end of the context.

@@ -72,8 +72,8 @@ def test_a_draft_is_that_of_the_module(tmp_path, kind):
     ("kind", "target", "tree", "temperature"),
     [
         ("qwen3_5_text", "eager", Chain(), 0.0),
-        ("glm4_moe", "onnx", Chain(), 0.9),
-        ("deepseek_v3", "onnx", Chain(), 0.0),
+        pytest.param("glm4_moe", "onnx", Chain(), 0.9, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", "onnx", Chain(), 0.0, marks=pytest.mark.long),
         ("glm4_moe", "eager", EagleTree(), 0.0),
         pytest.param("qwen3_next", "onnx", Chain(), 0.9, marks=pytest.mark.long),
     ],

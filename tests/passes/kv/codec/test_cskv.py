@@ -56,6 +56,7 @@ def test_four_bits_lose_a_little_more(keys):
     assert all(method.bits_of(At(role, 1024)) < 0.05 * 32 for role in "kv")
 
 
+@pytest.mark.long
 def test_the_newest_window_is_exact_and_full_density_is_the_model(stateful):
     whole, full, half = (
         Selecting(stateful("llama"), AXIS.build("cskv", window=8, density=d) if d else None)

@@ -61,6 +61,7 @@ def test_what_is_too_large_is_the_largest_and_what_is_no_number_none():
     ],
     ids=lambda v: v if isinstance(v, str) else "+".join(v),
 )
+@pytest.mark.long
 def test_every_way_through_a_session_is_that_of_the_oracle(made, name, recipe):
     compiled = made(name, *recipe)
     tolerance = 0.05 if recipe else 1e-3
@@ -138,6 +139,7 @@ def large():
 
 
 @pytest.mark.parametrize("target", ["eager", pytest.param("onnx", marks=pytest.mark.long)])
+@pytest.mark.few(1)
 def test_values_of_a_massive_activation_are_cut_off(large, target):
     found = []
     values = large.model.layers[TAKES].self_attn.v_proj

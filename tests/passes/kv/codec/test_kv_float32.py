@@ -11,7 +11,7 @@ def dtypes(name, recipe):
     return {s.dtype for s in made.program.state if s.stored}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [

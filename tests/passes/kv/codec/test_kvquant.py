@@ -141,6 +141,7 @@ def test_a_number_takes_the_bits_of_the_page():
     assert method.bits_of(At("k", 256)) == 3 + 4 * 24 / 256  # places of a byte
 
 
+@pytest.mark.long
 def test_the_first_and_the_newest_tokens_are_exact(stateful):
     whole, few, all_ = (
         Selecting(

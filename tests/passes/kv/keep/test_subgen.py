@@ -57,6 +57,7 @@ def law_mean(kind, seeds=150):
         assert ((every.mean(0) - want).abs() <= 4.5 * error + 1e-4).all()
 
 
+@pytest.mark.long
 def test_both_sums_are_right_in_the_mean():
     law_mean(SubGen)
 

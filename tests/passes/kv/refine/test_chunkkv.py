@@ -136,6 +136,7 @@ def test_a_layer_keeps_its_own_keys_and_values(stateful):
             close(mine[f"kept.{layer}.{name}"], want)
 
 
+@pytest.mark.long
 def test_layers_that_share_are_scored_once(stateful):
     def products(case):
         graph = case.program.entries[COMPRESS.name].graph

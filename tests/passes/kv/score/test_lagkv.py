@@ -126,6 +126,7 @@ def test_partitions_that_are_counted_anew_are_caught():
         law_freezes(build("score", "lagkv", partition=3), 0.34, 1)
 
 
+@pytest.mark.long
 def test_a_session_that_evicts_on_the_way_keeps_what_one_does_at_the_end(stateful):
     """In the first layer, whose keys depend on their tokens alone."""
     score = {"use": "lagkv", "sinks": 1, "partition": 3, "freezes": True}

@@ -255,6 +255,7 @@ def test_density_is_the_entropy_of_cosines():
         assert abs(float(found[row, i]) - want) < 1e-5
 
 
+@pytest.mark.long
 def test_a_session_reads_as_many_blocks_as_the_layer_may(stateful):
     case = Selecting(stateful("llama"), built("actqkv"))
     with case.session() as session:
@@ -276,6 +277,7 @@ def test_every_target_is_that_of_the_oracle(tmp_path):
 
 
 @pytest.mark.parametrize("use", ["actqkv", "double-sparsity"])
+@pytest.mark.few(1)
 def test_keys_of_a_codec_are_refused(use):
     case = matrix.Case("llama", (("kv.codec", "kv-int8"), ("kv.select", use)))
     found = matrix.Matrix().run(case)

@@ -229,6 +229,7 @@ def law_history(case, tokens, dense):
         )
 
 
+@pytest.mark.long
 def test_the_history_is_the_true_one_where_tokens_look(made, stateful):
     case = made()
     assert law_history(case, case.tokens(1, 56), stateful("llama")), (

@@ -238,6 +238,7 @@ def test_rows_get_what_they_would_alone(looped):
     assert found[1] == want[1][: len(found[1])] and len(found[1]) < 10
 
 
+@pytest.mark.long
 def test_a_window_of_one_is_plain_decoding():
     with model(1) as one, model(loop="autoregressive") as plain, model(4) as four:
         want = plain.generate(PROMPTS, max_new_tokens=30).tokens

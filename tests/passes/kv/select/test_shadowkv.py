@@ -182,6 +182,7 @@ def law_exact(case, whole, wrap=None):
         close(a, b)
 
 
+@pytest.mark.long
 def test_all_directions_of_all_chunks_are_the_model(stateful, whole):
     case = Selecting(stateful("llama"), Shadowkv(**Shadowkv.small | ALL | {"low_rank": 160}))
     assert case.program.facts.low_rank.ranks == (FULL, FULL)
