@@ -64,12 +64,21 @@ def written(folder, config, tensors):
 
 @torch.no_grad()
 def block_logits(
-    module, t, text, size=BLOCK, off=0, first=0, windows=(0, 0), causal=(), scales=(1.0, 1.0, 0.0)
+    module,
+    t,
+    text,
+    size=BLOCK,
+    off=0,
+    first=0,
+    windows=(0, 0),
+    causal=(),
+    scales=(1.0, 1.0, 0.0),
+    skip=1,
 ):
-    """What a head says of the tokens of a block behind a text [size-1,Vd], by the formulas of the authors. windows:
+    """What a head says of the tokens of a block behind a text [size-skip,Vd], by the formulas of the authors. windows:
     tokens that each layer sees, 0: all. causal: the layers where a token of a block sees none behind it. scales: of
     embeddings and of logits, and their cap. The controls: taps of layers `off` further, positions of the block `first`
-    further.
+    further. skip: tokens of a block that say nothing.
     """
     states = module(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     embedding = module.get_input_embeddings().weight
@@ -112,7 +121,7 @@ def block_logits(
         up = F.silu(z @ t[p + "mlp.gate_proj.weight"].T) * (z @ t[p + "mlp.up_proj.weight"].T)
         x = x + up @ t[p + "mlp.down_proj.weight"].T
     head = t.get("lm_head.weight", module.get_output_embeddings().weight)
-    logits = (norm(x, "norm")[1:] @ head.T) * scales[1]
+    logits = (norm(x, "norm")[skip:] @ head.T) * scales[1]
     return (logits / scales[2]).tanh() * scales[2] if scales[2] else logits
 
 

@@ -27,8 +27,8 @@ class Scales:
 class DFlashConfig:
     """`layers`: the configuration of the head's layers, of transformers' Qwen3. taps: names of the target's outputs,
     each as wide as a layer. block: tokens of a block, the first of which is text; mask: what the others hold. causal:
-    the layers where a token of a block sees none behind it. own_head: it has an output head, of `draft_vocabulary`
-    tokens (None: all), else it is given the target's.
+    the layers where a token of a block sees none behind it. anchored: each token of a block says the next one.
+    own_head: it has an output head, of `draft_vocabulary` tokens (None: all), else it is given the target's.
     """
 
     layers: Any
@@ -36,6 +36,7 @@ class DFlashConfig:
     block: int
     mask: int
     causal: tuple[int, ...] = ()
+    anchored: bool = False
     own_head: bool = False
     draft_vocabulary: int | None = None
     scales: Scales = Scales()
@@ -53,12 +54,13 @@ class DFlashConfig:
             block=self.block,
             mask=self.mask,
             causal=self.causal,
+            anchored=self.anchored,
         )
 
 
 class DFlash(nn.Module):
-    """tokens [B,T], positions [B,T] -> logits [B,T,V] of the token itself, where it is of a block. Keys and values of
-    text are those of features, in all layers.
+    """tokens [B,T], positions [B,T] -> logits [B,T,V] of the token itself, where it is of a block, or of the next
+    (`anchored`). Keys and values of text are those of features, in all layers.
     """
 
     def __init__(self, config: DFlashConfig):

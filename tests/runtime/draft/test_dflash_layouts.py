@@ -52,15 +52,20 @@ def loaded(path, module):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("place", ["onnx", "eager"])
-def test_what_a_head_says_is_that_of_the_formulas(tmp_path, monkeypatch, target, place):
-    """Behind a prompt, and after tokens came that were drafted and that were not; then tokens are plain decoding's."""
+@pytest.mark.parametrize(
+    ("place", "anchored"), [("onnx", False), ("eager", True), ("eager", False), ("onnx", True)]
+)
+def test_what_a_head_says_is_that_of_the_formulas(tmp_path, monkeypatch, target, place, anchored):
+    """Behind a prompt, and after tokens came that were drafted and that were not; then tokens are plain decoding's.
+    anchored: the last token of the text drafts, too.
+    """
     module, folder, tensors = target
     tensors, ids = with_vocabulary(
         tensors, module.config.vocab_size, DRAFTED, module.config.hidden_size
     )
-    config = speculators_config(module, DRAFTED, layers=SLIDING, **SCALED)
-    path = written(tmp_path / "head", config, tensors)
+    more = {**SCALED, "sample_from_anchor": anchored}
+    config = speculators_config(module, DRAFTED, layers=SLIDING, **more)
+    path, count = written(tmp_path / "head", config, tensors), BLOCK - 1 + anchored
     recipe = {
         "draft": {"use": "dflash", "path": str(path), "weights": ""},
         "verify": {"use": "sample-match"},
@@ -76,10 +81,10 @@ def test_what_a_head_says_is_that_of_the_formulas(tmp_path, monkeypatch, target,
     with accel.optimize(folder, recipe, target=place, max_context=64, max_batch=2, **out) as model:
         with monkeypatch.context() as patched:
             patched.setattr(BlockFollower, "draft", listening)
-            tokens = drafts(model, texts, BLOCK - 1, rounds)
-        assert as_plain(model, Chain(), 0.0, limit=BLOCK - 1)
+            tokens = drafts(model, texts, 9, rounds)
+        assert as_plain(model, Chain(), 0.0, limit=count)
 
-    usual = {"windows": (WINDOW, 0), "causal": (0,), "scales": SCALES}
+    usual = {"windows": (WINDOW, 0), "causal": (0,), "scales": SCALES, "skip": BLOCK - count}
 
     def wanted(**other):
         return torch.stack(
@@ -154,7 +159,6 @@ def test_tensors_of_the_target_are_left_out(tmp_path, target):
             lambda t, c: c.update(aux_hidden_state_layer_ids=[1, LAYERS + 1]),
             r"comes out of layers \[0, 4\], and its target has 4",
         ),
-        (lambda t, c: c.update(sample_from_anchor=True), "form .sample_from_anchor = True"),
         (lambda t, c: c.update(projector_type="domino"), "form .projector_type = 'domino'"),
         (lambda t, c: c.pop("transformer_layer_config"), "hidden_size = None; a head needs"),
         (lambda t, c: c.update(sliding_window_non_causal=True), "in layers that slide over 5"),

@@ -124,7 +124,7 @@ def _check(path: Path, config: Config, table: Config, target: Target) -> None:
             f"{path}: config.json says num_target_layers = {table['num_target_layers']}, and the model has {layers} "
             "layers; give a head that was trained for this model"
         )
-    later = {"conv_kernel_size": None, "projector_type": "dflash", "sample_from_anchor": False}
+    later = {"conv_kernel_size": None, "projector_type": "dflash"}
     for name, usual in later.items():
         if table.get(name, usual) not in (usual, None):
             raise CaptureError(
@@ -168,8 +168,8 @@ def _load(path: Path, config: Config, target: Target) -> Loaded:
     count = None if drafted is None else len(drafted)
     if table.get("draft_vocab_size") not in (None, count or layers.vocab_size) or count and not own:
         raise CaptureError(
-            f"{path}: its draft vocabulary has {table.get('draft_vocab_size')} tokens of {layers.vocab_size}, d2t names "
-            f"{count or 'none'}, and lm_head.weight is {'there' if own else 'missing'}; fetch the head again"
+            f"{path}: its draft vocabulary has {table.get('draft_vocab_size')} tokens of {layers.vocab_size}, d2t "
+            f"names {count or 'none'}, and lm_head.weight is {'there' if own else 'missing'}; fetch the head again"
         )
     with torch.no_grad():
         head = DFlash(
@@ -179,6 +179,7 @@ def _load(path: Path, config: Config, target: Target) -> Loaded:
                 block,
                 mask,
                 _causal(path, table, layers, block),
+                bool(table.get("sample_from_anchor")),
                 own,
                 count,
                 _scales(path, table),
