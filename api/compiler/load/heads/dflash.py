@@ -28,6 +28,7 @@ from accel.runtime.draft._published import SPECULATORS, dflash_ids, dflash_taps
 
 _KIND = "qwen3"
 _SLIDING = "sliding_attention"
+_LATER_KINDS, _LATER_NAMES = ("dflash2", "dspark"), ("DFlash2DraftModel", "DSparkModel")
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -41,9 +42,11 @@ _OF_TARGET = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.w
 
 
 def _is_head(path: Path, config: Config) -> bool:
+    """Later forms, too, which are refused by name."""
     if SPECULATORS in config:
-        return bool(config[SPECULATORS] == "dflash")
-    return any("DFlashDraftModel" in name for name in class_names(config))
+        return config[SPECULATORS] in ("dflash", *_LATER_KINDS)
+    names = ("DFlashDraftModel", *_LATER_NAMES)
+    return any(one in name for name in class_names(config) for one in names)
 
 
 def _inner(config: Config) -> Config:
@@ -113,6 +116,16 @@ def _causal(path: Path, table: Config, layers: Any, block: int) -> tuple[int, ..
 
 def _check(path: Path, config: Config, table: Config, target: Target) -> None:
     """Raise CaptureError where it is of another target, or of a later form."""
+    later = {"conv_kernel_size": None, "markov_rank": None, "projector_type": "dflash"}
+    said = [
+        f"{n} = {table[n]!r}" for n, usual in later.items() if table.get(n) not in (usual, None)
+    ]
+    said += [one for one in _LATER_KINDS if config.get(SPECULATORS) == one]
+    said += [one for one in _LATER_NAMES if one in " ".join(class_names(config))]
+    if said:
+        raise CaptureError(
+            f"{path}: it is a later form ({', '.join(said)}), and accel reads DFlash alone"
+        )
     ids, layers = dflash_ids(config), target.layers
     if not ids or not all(isinstance(k, int) and -1 <= k < layers for k in ids):
         raise CaptureError(
@@ -124,12 +137,6 @@ def _check(path: Path, config: Config, table: Config, target: Target) -> None:
             f"{path}: config.json says num_target_layers = {table['num_target_layers']}, and the model has {layers} "
             "layers; give a head that was trained for this model"
         )
-    later = {"conv_kernel_size": None, "projector_type": "dflash"}
-    for name, usual in later.items():
-        if table.get(name, usual) not in (usual, None):
-            raise CaptureError(
-                f"{path}: it is a later form ({name} = {table[name]!r}), and accel reads DFlash alone"
-            )
 
 
 def _scales(path: Path, table: Config) -> Scales:
