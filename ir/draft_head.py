@@ -23,7 +23,9 @@ class DraftHead:
     has its own. tap_width: numbers of all taps.
 
     block: tokens of a block, the last of the text and masks (the token `mask`), which one call drafts; 0: none. Slot t
-    of such a head holds the features of token t, a block's tokens have none, and nothing lies behind logits.
+    of such a head holds the features of token t, a block's tokens have none, and nothing lies behind logits. causal:
+    the layers where a token of a block sees those before it alone; in others all of a block see each other. anchored: a
+    block's tokens say each the next one, the first too; else each mask says its own.
 
     parallel: how many tokens one call drafts, the first from the features of the last token, the others in slots behind
     it that hold the token `mask`; 0: not so.
@@ -44,6 +46,8 @@ class DraftHead:
     fused: bool = True
     block: int = 0
     mask: int = 0
+    causal: tuple[int, ...] = ()
+    anchored: bool = False
     parallel: int = 0
     independent: int = 0
     reads: int = 0

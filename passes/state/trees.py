@@ -35,6 +35,8 @@ class Trees(Pass):
 
     `commit(slots [B], path [B,N], positions [B,N]) -> state`: slot slots[b] + i gets what slot slots[b] + path[b,i]
     held, and the position positions[b,i] (-1: nothing lies there any more).
+
+    Layers of a head that are `DraftHead.causal` see of the call's own slots those before alone, whatever a tree says.
     """
 
     after = (Cache, Head)
@@ -54,11 +56,23 @@ class Trees(Pass):
         batch, width = step.input("tokens").meta["val"].shape
         tree = editor.placeholder("tree", (batch, width, wide), torch.bool)
         step.defaults["tree"] = torch.ones(1, 1, 1, dtype=torch.bool)
+        head = program.facts.draft_head
+        causal = () if head is None else head.causal
+        if causal:
+            with step.graph.inserting_before(own[0]):
+                before = trace(editor, "tree", _before, tree, key="before")
         for node in own:
             first = operand_of(operands_of(node).k_pos, "slots")
-            node.kwargs = {**node.kwargs, "tree": tree, "first": first}
+            seen = before if node.meta.get("layer") in causal else tree
+            node.kwargs = {**node.kwargs, "tree": seen, "first": first}
         program.entries[COMMIT.name] = _commit(program, batch)
         return Report(changed=len(own))
+
+
+def _before(tree: Tensor) -> Tensor:
+    """Of a tree [B,T,W] what is not behind each token."""
+    width, wide = tree.shape[1:]
+    return tree & (torch.arange(wide) <= torch.arange(width)[:, None])
 
 
 def _check(state: State, written: dict[str, fx.Node]) -> None:

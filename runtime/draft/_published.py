@@ -41,8 +41,14 @@ def eagle3_taps(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     return tuple(EMBEDS if k == 0 else stream(k - 1) for k in eagle3_ids(config, layers))
 
 
+SPECULATORS = "speculators_model_type"  # of a head in their layout: its kind
+
+
 def dflash_ids(config: Mapping[str, Any]) -> list[int]:
-    """The layers whose outputs a head reads; -1: what goes into the first."""
+    """The layers whose outputs a head reads; -1: what goes into the first. speculators count what goes into layers."""
+    if SPECULATORS in config:
+        found = config.get("aux_hidden_state_layer_ids")
+        return [k - 1 for k in found if isinstance(k, int)] if isinstance(found, list) else []
     inner = config.get("dflash_config")
     found = inner.get("target_layer_ids") if isinstance(inner, Mapping) else None
     found = config.get("target_layer_ids", found)

@@ -24,8 +24,8 @@ from accel.runtime.tree import Tree
 
 @dataclass(frozen=True)
 class DFlash(Base):
-    """`path`: the folder of a head in its authors' layout, or an artifact of one; it is copied into the artifact. Its
-    output head and embedding are the target's. `weights`: as of `eagle3`.
+    """`path`: the folder of a head, in its authors' layout or that of speculators, or an artifact of one; it is copied
+    into the artifact. Its embedding is the target's, and its output head where it has none. `weights`: as of `eagle3`.
 
     Each token of a block is the likeliest, whatever the others become.
     """
@@ -35,7 +35,7 @@ class DFlash(Base):
 
     embeds = head = blocks = True
     relies = RELIES | {Invariant.CHAINS}
-    lacks = "heads of sliding layers, and those of models that scale embeddings"
+    lacks = "heads of models that scale embeddings"
 
     def draft_folder(self) -> Path | None:
         return Path(self.path or str(files("accel.reference"))).expanduser()

@@ -24,6 +24,7 @@ class BlockFollower(Follower):
     def __init__(self, model: Model, target: Session, batch: int, head: DraftHead):
         super().__init__(model, batch, trees=True)
         self._target, self._head = target, head
+        self._first = 0 if head.anchored else 1  # of a block's tokens, which says a drafted one
         self._taps = Taps(head.taps, batch)
         target.listen(self._taps)
 
@@ -33,7 +34,11 @@ class BlockFollower(Follower):
 
     def room(self, size: int) -> int:
         """Tokens that a row of `size` tokens may draft."""
-        return min(self._head.block, self._session.max_context - size + 1) - 1
+        return min(self._tokens(size) - self._first, self._session.max_context - size)
+
+    def _tokens(self, size: int) -> int:
+        """Those of a block behind a row of `size` tokens."""
+        return min(self._head.block, self._session.max_context - size + 1)
 
     def draft(self, rows: Mapping[int, Ints], most: int) -> Logits:
         """The logits [B,n,V] of the first `most` tokens of a block behind rows of tokens [n]."""
@@ -41,7 +46,7 @@ class BlockFollower(Follower):
         self._read(rows)
         counts = np.zeros(session.batch, np.int64)
         for i, ids in rows.items():
-            counts[i] = 1 + self.room(ids.size)
+            counts[i] = self._tokens(ids.size)
         width = int(counts.max())
         tokens = np.full((counts.size, width), head.mask, np.int64)
         tree = np.tile(np.eye(width, dtype=np.bool_), (counts.size, 1, 1))
@@ -49,7 +54,7 @@ class BlockFollower(Follower):
             tokens[i, 0], tree[i, : counts[i], : counts[i]] = ids[-1], True
         e = self._target.embed(tokens)
         embeds = np.concatenate([e, np.zeros((*tokens.shape, head.width), np.float32)], axis=2)
-        columns = np.tile(1 + np.arange(most), (counts.size, 1))
+        columns = np.tile(self._first + np.arange(most), (counts.size, 1))
         places = session.lengths[:, None] + np.arange(width)
         return session.guess(tokens, tree, counts, columns, places, embeds=embeds)
 

@@ -10,33 +10,57 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel.ir.capture.arch.features import StandIns
+from accel.ir.capture.arch.own_vocabulary import OwnVocabulary
 from accel.ir.draft_head import DraftHead
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What embeddings and logits are multiplied by, and the number that logits stay below; 0: none."""
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
     """`layers`: the configuration of the head's layers, of transformers' Qwen3. taps: names of the target's outputs,
-    each as wide as a layer. block: tokens of a block, the first of which is text; mask: what the others hold.
+    each as wide as a layer. block: tokens of a block, the first of which is text; mask: what the others hold. causal:
+    the layers where a token of a block sees none behind it. anchored: each token of a block says the next one.
+    own_head: it has an output head, of `draft_vocabulary` tokens (None: all), else it is given the target's.
     """
 
     layers: Any
     taps: tuple[str, ...]
     block: int
     mask: int
+    causal: tuple[int, ...] = ()
+    anchored: bool = False
+    own_head: bool = False
+    draft_vocabulary: int | None = None
+    scales: Scales = Scales()
 
     @property
     def head(self) -> DraftHead:
         """What its sessions take and give: features end with a 1, which rows of a block lack."""
         width = self.layers.hidden_size
-        all_taps = width * len(self.taps)
         return DraftHead(
-            "dflash", self.taps, width + 1, all_taps, width, block=self.block, mask=self.mask
+            "dflash",
+            self.taps,
+            width + 1,
+            width * len(self.taps),
+            width,
+            block=self.block,
+            mask=self.mask,
+            causal=self.causal,
+            anchored=self.anchored,
         )
 
 
 class DFlash(nn.Module):
-    """tokens [B,T], positions [B,T] -> logits [B,T,V] of the token itself, where it is of a block. Keys and values of
-    text are those of features, in all layers.
+    """tokens [B,T], positions [B,T] -> logits [B,T,V] of the token itself, where it is of a block, or of the next
+    (`anchored`). Keys and values of text are those of features, in all layers.
     """
 
     def __init__(self, config: DFlashConfig):
@@ -44,15 +68,19 @@ class DFlash(nn.Module):
         from transformers import AutoModel
 
         c, layers = config, config.layers
-        self.draft_head = c.head
+        self.draft_head, self.scales = c.head, c.scales
         width = layers.hidden_size
         inner = AutoModel.from_config(layers)
         self.layers, self.rotary, self.norm = inner.layers, inner.rotary_emb, inner.norm
         self.heads = layers.num_attention_heads, layers.num_key_value_heads
+        sliding = [kind == "sliding_attention" for kind in layers.layer_types]
+        self.windows = [layers.sliding_window if one else 0 for one in sliding]
         self.stand_ins = StandIns(self.draft_head, width)
         self.fc = nn.Linear(width * len(c.taps), width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
-        self.lm_head = nn.Linear(width, layers.vocab_size, bias=False, device="meta")
+        self.words = OwnVocabulary(layers.vocab_size, c.draft_vocabulary)
+        device = None if c.own_head else "meta"
+        self.lm_head = nn.Linear(width, self.words.count, bias=False, device=device)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """The features [B,T,W] of taps [B,T,F]."""
@@ -63,15 +91,27 @@ class DFlash(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x, h = self.stand_ins(tokens, self.fuse)
         text, c = h[..., -1:] > 0.5, h[..., :-1]
+        if self.scales.embedding != 1:
+            x = x * self.scales.embedding
         turns = self.rotary(x, positions)
-        for layer in self.layers:
-            x = x + self._attention(layer, x, torch.where(text, c, layer.input_layernorm(x)), turns)
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            source = torch.where(text, c, layer.input_layernorm(x))
+            x = x + self._attention(layer, x, source, turns, window)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        out: Tensor = self.lm_head(self.norm(x))
+        return self._words(self.norm(x))
+
+    def _words(self, x: Tensor) -> Tensor:
+        """The logits [B,T,V] of the last hidden states."""
+        logits: Tensor = self.lm_head(x)
+        if self.scales.logits != 1:
+            logits = logits * self.scales.logits
+        if cap := self.scales.softcap:
+            logits = torch.tanh(logits / cap) * cap
+        out: Tensor = self.words(logits)
         return out
 
-    def _attention(self, layer: Any, x: Tensor, source: Tensor, turns: Any) -> Tensor:
-        """Of queries from x, keys and values from `source` [B,T,H]."""
+    def _attention(self, layer: Any, x: Tensor, source: Tensor, turns: Any, window: int) -> Tensor:
+        """Of queries from x, keys and values from `source` [B,T,H]; of the newest `window` tokens, 0: of all."""
         from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
         own, (heads, groups) = layer.self_attn, self.heads
@@ -79,8 +119,19 @@ class DFlash(nn.Module):
         k = own.k_norm(own.k_proj(source).unflatten(-1, (groups, -1)))
         v = own.v_proj(source).unflatten(-1, (groups, -1))
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *turns)
+        seen = None
+        if window:
+            place = torch.arange(x.shape[1])
+            back = place[:, None] - place
+            seen = (back >= 0) & (back < window)
         mixed = F.scaled_dot_product_attention(
-            q, k, v.transpose(1, 2), is_causal=True, scale=own.scaling, enable_gqa=True
+            q,
+            k,
+            v.transpose(1, 2),
+            attn_mask=seen,
+            is_causal=seen is None,
+            scale=own.scaling,
+            enable_gqa=True,
         )
         found: Tensor = own.o_proj(mixed.transpose(1, 2).flatten(2))
         return found

@@ -1,14 +1,11 @@
 """draft = dflash: a block is that of the published formulas, whatever stood before; tokens are plain decoding's."""
 
-import json
 from types import SimpleNamespace
 
 import models
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 
 import accel
 from accel.compiler.draft_build import _check_head
@@ -18,11 +15,9 @@ from accel.ir.errors import CaptureError, RecipeError
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.tree.chain import Chain
 
+from ...dflash_case import LAYERS, block, config_for, tensors_for, written
 from ...draft_case import rows_of
-from ...heads_case import EPS, GROUPS, HEADS, THETA, as_plain, drafts, target_of, texts_of
-
-LAYERS, BLOCK, MASK, IDS = 4, 6, 100, (0, 2)
-SIZE = 8  # of an attention head, whatever the width
+from ...heads_case import as_plain, drafts, target_of, texts_of
 
 
 @pytest.fixture(scope="module")
@@ -33,96 +28,6 @@ def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     module.save_pretrained(folder)
     return module, folder, tensors_for(module.config.hidden_size)
-
-
-def tensors_for(width, layers=2):
-    g = torch.Generator().manual_seed(0)
-
-    def some(*shape):
-        return torch.randn(shape, generator=g) * 1.6 / shape[-1] ** 0.5
-
-    def norm(n=width):
-        return 1 + 0.2 * torch.randn(n, generator=g)
-
-    found = {"fc.weight": some(width, len(IDS) * width)}
-    found |= {"hidden_norm.weight": norm(), "norm.weight": norm()}
-    for i in range(layers):
-        p = f"layers.{i}."
-        found[p + "input_layernorm.weight"] = norm()
-        found[p + "post_attention_layernorm.weight"] = norm()
-        for name, count in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
-            found[f"{p}self_attn.{name}_proj.weight"] = some(count * SIZE, width)
-        found[p + "self_attn.o_proj.weight"] = some(width, HEADS * SIZE)
-        found[p + "self_attn.q_norm.weight"] = norm(SIZE)
-        found[p + "self_attn.k_norm.weight"] = norm(SIZE)
-        for name in ("gate", "up"):
-            found[f"{p}mlp.{name}_proj.weight"] = some(2 * width, width)
-        found[p + "mlp.down_proj.weight"] = some(width, 2 * width)
-    return found
-
-
-def config_for(module, **more):
-    width = module.config.hidden_size
-    return {
-        **{"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2},
-        **{"hidden_size": width, "intermediate_size": 2 * width, "head_dim": SIZE},
-        **{"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "rms_norm_eps": EPS},
-        **{"vocab_size": module.config.vocab_size, "max_position_embeddings": 256},
-        **{"rope_theta": THETA, "block_size": BLOCK, "num_target_layers": LAYERS},
-        "dflash_config": {"target_layer_ids": list(IDS), "mask_token_id": MASK},
-        **more,
-    }
-
-
-def written(folder, config, tensors):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
-@torch.no_grad()
-def block(module, t, text, count, size=BLOCK, off=0, first=0, causal=False):
-    """The likeliest tokens behind a text, by the formulas of the authors. The controls: taps of layers `off` further,
-    positions of the block `first` further, a block that sees only what is before.
-    """
-    states = module(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-    embedding = module.get_input_embeddings().weight
-
-    def norm(x, name):
-        return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * t[f"{name}.weight"]
-
-    c = norm(torch.cat([states[k + 1 + off][0] for k in IDS], -1) @ t["fc.weight"].T, "hidden_norm")
-    x = embedding[torch.tensor([text[-1]] + [MASK] * (size - 1))]
-    n = len(c)
-    places = torch.cat([torch.arange(n), torch.arange(n, n + size) + first])
-
-    def turned(y, where):
-        angles = where[:, None] * THETA ** -(torch.arange(0, SIZE, 2) / SIZE)
-        cos, sin = (torch.cat([f, f], -1)[:, None] for f in (angles.cos(), angles.sin()))
-        a, b = y.chunk(2, -1)
-        return y * cos + torch.cat([-b, a], -1) * sin
-
-    seen = torch.ones(size, n + size).tril(n if causal else n + size).bool()
-    for i in range(2):
-        p = f"layers.{i}."
-        z = norm(x, p + "input_layernorm")
-        both = torch.cat([c, z])
-        q, k, v = (
-            (y @ t[f"{p}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, SIZE))
-            for name, y in (("q", z), ("k", both), ("v", both))
-        )
-        q = turned(norm(q, p + "self_attn.q_norm"), places[n:])
-        k = turned(norm(k, p + "self_attn.k_norm"), places)
-        k, v = (y.repeat_interleave(HEADS // GROUPS, 1) for y in (k, v))
-        q, k, v = (y.transpose(0, 1) for y in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        x = x + mixed.transpose(0, 1).flatten(1) @ t[p + "self_attn.o_proj.weight"].T
-        z = norm(x, p + "post_attention_layernorm")
-        up = F.silu(z @ t[p + "mlp.gate_proj.weight"].T) * (z @ t[p + "mlp.up_proj.weight"].T)
-        x = x + up @ t[p + "mlp.down_proj.weight"].T
-    logits = module.get_output_embeddings()(norm(x, "norm")[1:])
-    return logits.argmax(-1)[:count].tolist()
 
 
 def build(folder, path, target="eager", **more):
@@ -152,7 +57,7 @@ def test_a_block_is_that_of_the_formulas(tmp_path, target):
         last = drafts(model, ends, 9, (62,))
     assert found == wanted(9)
     assert last == [[block(module, tensors, text, 9, size=3) for text in ends]]
-    for control in ({"off": 1}, {"off": -1}, {"first": 1}, {"causal": True}):
+    for control in ({"off": 1}, {"off": -1}, {"first": 1}, {"causal": (0, 1)}):
         assert found != wanted(9, **control), control
 
 
@@ -220,13 +125,27 @@ def test_tokens_are_those_of_plain_decoding(tmp_path, target, target_name, tempe
         (lambda t, c: c.update(target_layer_ids=[4]), r"comes out of layers \[4\], and its target"),
         (lambda t, c: c.update(block_size=1), "block_size = 1; a head needs a whole number of 2"),
         (lambda t, c: c["dflash_config"].update(mask_token_id=101), "mask_token_id is 101, of 101"),
-        (lambda t, c: c.update(is_causal=True), "it is a later form"),
+        (lambda t, c: c.update(conv_kernel_size=2), "a later form .conv_kernel_size = 2"),
+        (
+            lambda t, c: c.update(architectures=["DFlash2DraftModel"]),
+            "form .DFlash2DraftModel., and",
+        ),
+        (lambda t, c: c.update(architectures=["Qwen3DSparkModel"]), "form .DSparkModel., and"),
+        (lambda t, c: c.update(markov_rank=8), "later form .markov_rank = 8., and"),
+        (lambda t, c: c.update(num_target_layers=5), "num_target_layers = 5, and the model has 4"),
         (lambda t, c: c.update(model_type="llama"), "layers are of model_type 'llama'"),
         (
             lambda t, c: c.update(layer_types=["full_attention", "sliding_attention"]),
-            "have sliding_attention, and accel reads heads of full attention",
+            "sliding_window = None, use_sliding_window = None",
         ),
-        (lambda t, c: c.update(output_multiplier=2.0), "says output_multiplier = 2.0, which accel"),
+        (
+            lambda t, c: c.update(layer_types=["full_attention", "chunked_attention"]),
+            "have chunked_attention, and accel reads heads of full or sliding",
+        ),
+        (
+            lambda t, c: c.update(output_multiplier="2"),
+            "says output_multiplier = '2'; a head needs",
+        ),
         (
             lambda t, c: c.update(vocab_size=110),
             r"the model's output head has size \[101, 48\], and \[110",
