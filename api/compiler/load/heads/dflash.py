@@ -73,7 +73,10 @@ def _layers(path: Path, config: Config, table: Config) -> Any:
     for name in _SIZES:
         number(path, table, name)
     inner = config.get("transformer_layer_config") if SPECULATORS in config else config
-    assert isinstance(inner, Mapping), "it says the sizes"
+    if not isinstance(inner, Mapping):
+        raise CaptureError(
+            f"{path}: config.json lacks the table transformer_layer_config; fetch the head again"
+        )
     if (kind := inner.get("model_type", _KIND)) != _KIND:
         raise CaptureError(
             f"{path}: its layers are of model_type {shown(str(kind))}, and accel reads those of {_KIND}"
