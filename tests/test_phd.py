@@ -23,9 +23,9 @@ TOKENS = np.random.default_rng(0).integers(0, 60, (2, 11))
 
 
 @cache
-def module(copies):
+def module(copies, apart=False):
     torch.manual_seed(0)
-    return Phd(CONFIG, copies).eval()
+    return Phd(CONFIG, copies, apart).eval()
 
 
 @cache
@@ -120,6 +120,29 @@ def test_onnx_is_the_module(tmp_path):
         np.testing.assert_allclose(in_parts(model), logits(3), atol=1e-4, rtol=1e-3)
 
 
+PROMPTS = {"prefill.prune": {"use": "yoco", "layers": 0, "least": 1}}
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_first_copies_may_go_ahead():
+    """The same numbers; and a prompt's own program runs the plain model, and no layer of the other copies."""
+    ahead = module(3, apart=True)
+    tokens = torch.from_numpy(TOKENS)
+    np.testing.assert_allclose(ahead(tokens), logits(3), atol=1e-4, rtol=1e-4)
+    model = accel.optimize(ahead, PROMPTS, target="eager", max_context=32)
+    assert kv_bytes(model.program) == kv_bytes(eager(3).program)
+    assert [layer.shares for layer in model.facts.layers] == [None, 0, None]
+    with model.session(2) as session:
+        parts = [session.prompt(TOKENS[:, :6])]
+        parts += [session.run(TOKENS[:, n : n + 1])[:, -1] for n in range(6, 11)]
+    np.testing.assert_allclose(
+        np.stack([p.reshape(2, -1) for p in parts], 1), logits(3)[:, 5:], atol=1e-4, rtol=1e-3
+    )
+    found, entries = model.program, (model.program.entries["fill"], model.program.step)
+    assert [len(found.nodes(attention.default, entry=e)) for e in entries] == [1, 3]
+
+
 def test_copies_cost_no_cache():
     """Keys and values of 2 layers, 2 KV heads and 8 channels, and a position, as of the plain model."""
     program = eager(3).program
@@ -131,11 +154,12 @@ def test_copies_cost_no_cache():
 def test_the_form_is_the_rule():
     """For any number of heads that share keys."""
     rng = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, n, 7, 4, generator=rng) for n in (3 * 2 * 4, 3, 3))
-    own = torch.randn(2, 2, 3, 3, 7, 4, generator=rng)
-    rule = CopiesAttention()
-    got = FORMS["CopiesAttention"](rule, q, k, v, *own)
-    torch.testing.assert_close(got, rule(q, k, v, *own), atol=1e-5, rtol=1e-5)
+    rule = CopiesAttention(6)
+    for asked in (4, 3):  # of 4 copies
+        q, k, v = (torch.randn(2, n, 7, 4, generator=rng) for n in (6 * asked, 3, 3))
+        own = torch.randn(2, 2, 3, 3, 7, 4, generator=rng)
+        got = FORMS["CopiesAttention"](rule, q, k, v, *own)
+        torch.testing.assert_close(got, rule(q, k, v, *own), atol=1e-5, rtol=1e-5)
 
 
 def test_a_method_that_merges_more_keys_loses_no_copies():
