@@ -193,11 +193,11 @@ linear_attention = Op(
 
 # q, k, decay (a logarithm), erase, write [B,T,H,D], v [B,T,H,Dv], state [B,H,D,Dv] -> y [B,T,H,Dv], next:
 # state = exp(decay[t]) state + write[t] ⊗ (erase[t] · state) + k[t] ⊗ v[t];  y[t] = q[t] · state. The transition is
-# diagonal plus low rank (DPLR), as in RWKV-7; the delta rule is that of erase = exp(decay) k, write = -beta k, and beta k.
+# diagonal plus low rank (DPLR), as in RWKV-7. The delta rule: erase = exp(decay) k, write = -beta k, beta k for k.
 dplr_attention = Op(
     "dplr_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor erase, Tensor write, Tensor? state, Tensor? positions) "
-    "-> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor erase, Tensor write, Tensor? state, "
+    "Tensor? positions) -> (Tensor, Tensor)",
     reference=_dplr_attention,
     shape=lambda q, k, v, *rest: (
         v.new_empty(v.shape),

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from accel.ir.capture.arch.yoco import heads
 
-_DECAY = 0.606531  # exp(-1/2): at most so much is subtracted from a channel's logarithm at each token
+_DECAY = (
+    0.606531  # exp(-1/2): at most so much is subtracted from a channel's logarithm at each token
+)
 _EPSILON = 64e-5  # of the norm of each head
 
 
