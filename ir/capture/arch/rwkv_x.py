@@ -4,7 +4,9 @@ positions, whose long texts are read by chunks (`kv.select = rwkv-x`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +109,7 @@ class TimeMix(nn.Module):
         g = self.gate.up(torch.sigmoid(self.gate.down(x_g)))
         if values is None:
             values = v
-        for one in self.residual:
+        for one in cast("Iterable[LowRank]", self.residual):
             v = v + (values - v) * torch.sigmoid(one.up(one.down(x_v)))
         erase = F.normalize((k * self.k_k).unflatten(-1, (self.heads, -1)), dim=-1)
         k = k * (1 + (a - 1) * self.k_a)
@@ -174,14 +176,10 @@ class RwkvX(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
         self.start, self.norm = nn.LayerNorm(c.hidden_size), nn.LayerNorm(c.hidden_size)
         each = c.num_rwkv_layers // c.num_sparse_layers
-        mixers = [
-            mixer
-            for group in range(c.num_sparse_layers)
-            for mixer in (
-                *(TimeMix(c, first=not group and not index) for index in range(each)),
-                SparseMix(c),
-            )
-        ]
+        mixers: list[TimeMix | SparseMix] = []
+        for _ in range(c.num_sparse_layers):
+            mixers += [TimeMix(c, first=not mixers and not index) for index in range(each)]
+            mixers.append(SparseMix(c))
         self.layers = nn.ModuleList(RwkvXLayer(c, mixer) for mixer in mixers)
         self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
 
