@@ -432,6 +432,16 @@ def remember(q: int, k: int, delta: bool, channels: bool = False) -> Callable[..
     return make
 
 
+def rewrite(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    """Six heads of size 4 over 5; what is written anew is not what was asked for."""
+    erase = F.normalize(randn(rng, b, t, 6, 4), dim=-1)
+    write = -erase * torch.sigmoid(randn(rng, b, t, 6, 4))
+    return [
+        randn(rng, b, t, 6, 4), randn(rng, b, t, 6, 4), randn(rng, b, t, 6, 5), -randn(rng, b, t, 6, 4).abs(),
+        erase, write, randn(rng, b, 6, 4, 5), query_positions(rng, b, t, c),
+    ]  # fmt: skip
+
+
 def blocks(bits: int, width: int, block: int, zeros: bool, seed: int = 0) -> list[Any]:
     """Random codes of 9 rows of `width` numbers: q, scales, zeros."""
     rng, count = np.random.default_rng(seed), -(-width // block)
@@ -528,6 +538,7 @@ def recurrence_cases() -> list[Case]:
         Case("scan", recurrence.selective_scan, scan, (2,)),
         Case("scan-plain", recurrence.selective_scan, plain_scan, (2,)),
         Case("peak", recurrence.running_peak, climb),
+        Case("dplr", recurrence.dplr_attention, rewrite),
         Case("wkv", recurrence.wkv, weighted_mean, (2, 3)),
         *(
             Case(

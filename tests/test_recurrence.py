@@ -33,6 +33,7 @@ STATEFUL = (
     "linear-6-6",
     "linear-2-2",
     "delta-6-2",
+    "dplr",
 )
 VOCAB = 97
 
@@ -138,6 +139,26 @@ def test_the_delta_rule_is_transformers():
     want, after = torch_recurrent_gated_delta_rule(q, k, v, decay, beta, None, True)
     got = recurrence.linear_attention(q / 4**0.5, k, v, decay, beta, None, None)
     torch.testing.assert_close(got, (want, after))
+
+
+def test_a_transition_of_low_rank_is_a_product_of_matrices():
+    """And the delta rule, where what is erased is what the key finds."""
+    rng = np.random.default_rng(5)
+    q, k, erase, write = (0.5 * randn(rng, 2, 8, 3, 4) for _ in range(4))
+    v, decay, state = randn(rng, 2, 8, 3, 5), -randn(rng, 2, 8, 3, 4).abs(), randn(rng, 2, 3, 4, 5)
+    got, after = recurrence.dplr_attention(q, k, v, decay, erase, write, state, None)
+    for t in range(8):
+        change = torch.diag_embed(decay[:, t].exp()) + torch.einsum(
+            "bhi,bhj->bhij", write[:, t], erase[:, t]
+        )
+        state = change @ state + torch.einsum("bhi,bhj->bhij", k[:, t], v[:, t])
+        torch.testing.assert_close(got[:, t], torch.einsum("bhi,bhij->bhj", q[:, t], state))
+    torch.testing.assert_close(after, state)
+    beta, k = torch.sigmoid(randn(rng, 2, 8, 3)), torch.nn.functional.normalize(k, dim=-1)
+    want = recurrence.linear_attention(q, k, v, decay, beta, None, None)
+    rate = beta[..., None]
+    found = recurrence.dplr_attention(q, rate * k, v, decay, k * decay.exp(), -rate * k, None, None)
+    torch.testing.assert_close(found, want)
 
 
 # The whole way

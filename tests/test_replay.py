@@ -1,5 +1,6 @@
 """Recurrent state goes back into the last call by running the recurrences alone (`passes/state/replay.py`)."""
 
+import models
 import numpy as np
 import pytest
 
@@ -14,8 +15,16 @@ from accel.runtime.session.state.recurrent_history import WIDEST
 from .session_case import session_of
 from .session_ways import close
 
-# convolutions and scans; a gated sum; sums of weights; matrices and peaks
-MODELS = ["jamba", "recurrent_gemma", "rwkv", "xlstm"]
+# convolutions and scans; a gated sum; sums of weights; matrices and peaks; matrices that erase
+MODELS = ["jamba", "recurrent_gemma", "rwkv", "xlstm", "rwkv_x"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rwkv_x():
+    """Among the models that fixtures find by name."""
+    models.ARCHITECTURES["rwkv_x"] = models.rwkv_x
+    yield
+    del models.ARCHITECTURES["rwkv_x"]
 
 
 def replaying(program):

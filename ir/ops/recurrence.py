@@ -89,6 +89,29 @@ def _linear_attention(
     return torch.stack(values, dim=1), state
 
 
+def _dplr_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    erase: Tensor,
+    write: Tensor,
+    state: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    real = _real(q, positions)[:, :, None, None]
+    decay, write, k = (torch.where(real, x, 0) for x in (decay, write, k))
+    if state is None:
+        state = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3])
+    values = []
+    for t in range(q.shape[1]):
+        found = erase[:, t, :, None] @ state  # [B,H,1,Dv]
+        kept = state * decay[:, t].exp().unsqueeze(-1)
+        state = kept + write[:, t, :, :, None] * found + k[:, t, :, :, None] * v[:, t, :, None]
+        values.append((q[:, t, :, None] @ state).squeeze(2))
+    return torch.stack(values, dim=1), state
+
+
 def _wkv(
     k: Tensor,
     v: Tensor,
@@ -168,6 +191,20 @@ linear_attention = Op(
     ),
 )
 
+# q, k, decay (a logarithm), erase, write [B,T,H,D], v [B,T,H,Dv], state [B,H,D,Dv] -> y [B,T,H,Dv], next:
+# state = exp(decay[t]) state + write[t] ⊗ (erase[t] · state) + k[t] ⊗ v[t];  y[t] = q[t] · state. The transition is
+# diagonal plus low rank (DPLR), as in RWKV-7. The delta rule: erase = exp(decay) k, write = -beta k, beta k for k.
+dplr_attention = Op(
+    "dplr_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor erase, Tensor write, Tensor? state, "
+    "Tensor? positions) -> (Tensor, Tensor)",
+    reference=_dplr_attention,
+    shape=lambda q, k, v, *rest: (
+        v.new_empty(v.shape),
+        v.new_empty((v.shape[0], v.shape[2], q.shape[3], v.shape[3])),
+    ),
+)
+
 # k, v [B,T,E], decay, first [E], state [B,3,E] -> y [B,T,E], next. y[t] is the mean of v[0..t] with
 # the weights exp(k[s] + (t - 1 - s) decay) for s < t and exp(k[t] + first). The state is the sum of
 # weighted values, the sum of weights (0: no token yet), both divided by exp(peak), and that peak.
@@ -193,5 +230,6 @@ running_peak = Op(
 )
 
 RECURRENT = {
-    op.default for op in (causal_conv, selective_scan, linear_attention, wkv, running_peak)
+    op.default
+    for op in (causal_conv, selective_scan, linear_attention, dplr_attention, wkv, running_peak)
 }

@@ -13,6 +13,7 @@ from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
 from accel.ir.state import Part
 from accel.ir.trace import trace
+from accel.passes.kv._shared.more_keys import take_in
 from accel.passes.kv.inputs import Site, call, every_input
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.state.recurrent import buffer
@@ -64,7 +65,7 @@ def read(
             like=site.node,
             key=("absorbed", keep, *form.values(), *names),
         )
-    site.node.kwargs = {**site.node.kwargs, "beside": value, "beside_lse": lse}
+    take_in(editor, site.node, value, lse)
 
 
 def parameter(layer: int, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from accel.ir.capture.encoder import FEATURES
 from accel.ir.errors import PassError
-from accel.ir.ops.attention import Mask, attention
+from accel.ir.ops.attention import Mask, attention, operands_of
 from accel.ir.ops.recurrence import RECURRENT
 from accel.ir.program import Editor, Program
 from accel.ir.region import sizes
@@ -89,6 +89,7 @@ class Attention(Pass):
         graph = program.step.graph
         kinds, order = Kinds(graph), numbering(graph)
         masks: dict[Hashable, Class | str] = {}
+        report.changed += _place(program)
         for node in list(graph.nodes):
             for site in _sites(program, kinds, order, node):
                 found = site if isinstance(site, str) else _read(program, kinds, site, masks)
@@ -126,6 +127,21 @@ class Attention(Pass):
                 *([] if sink is None else [sink]), like=site.result,
             )  # fmt: skip
         replace(site.result, restore(program, new, site.result))
+
+
+def _place(program: Program) -> int:
+    """Give the attentions of forms (`ir/capture/forms`), which count their tokens, the program's own positions. What
+    an attention may have is an operand by name, as in all that passes make.
+    """
+    found = program.nodes(attention.default)
+    for node in found:
+        x = operands_of(node)
+        read, stored = (positions_of(program, sizes(side)[2]) for side in (x.q, x.k))
+        named = {f.name: f.default for f in fields(x) if f.default is not MISSING}
+        given = {name: getattr(x, name) for name in named}
+        node.args = (x.q, x.k, x.v, read, stored, *node.args[5 : len(fields(x)) - len(named)])
+        node.kwargs = {name: value for name, value in given.items() if value is not named[name]}
+    return len(found)
 
 
 def unread(program: Program) -> str | None:

@@ -166,7 +166,7 @@ def mixes_tokens(program: Program) -> str | None:
     other = (tokens + torch.eye(length, dtype=torch.int64)) % program.facts.vocab_size
     inputs = {"tokens": tokens, "positions": positions, **side_inputs(program, length)}
     with torch.no_grad():
-        given = [a for s in sites for a in s.args if isinstance(a, fx.Node) and kinds[a] == "data"]
+        given = [a for s in sites for a in s.all_input_nodes if kinds[a] == "data"]
         wanted = [logits, *given]
         found = evaluate([*sites, *wanted], program.params, inputs)
         fixed, before = dict(zip(sites, found, strict=False)), found[len(sites) :]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from accel.compiler.smoke.tiny_models import randomise, small_model
 from accel.ir.capture.arch.cla import Cla, ClaConfig
+from accel.ir.capture.arch.rwkv_x import RwkvX, RwkvXConfig
 from accel.ir.capture.arch.yoco import Yoco, YocoConfig
 
 LAYERS = 3
@@ -304,6 +305,15 @@ def yoco(layers: int = 4, window: int = 7) -> nn.Module:
         num_attention_heads=4, num_key_value_heads=2, head_dim=10, window=window,
     )  # fmt: skip
     return randomise(Yoco(config), "yoco")
+
+
+def rwkv_x() -> nn.Module:
+    """No Hugging Face: RWKV-7, and attention without positions in the third layer."""
+    config = RwkvXConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_rwkv_layers=2, num_sparse_layers=1,
+        head_dim=8, low_rank=4,
+    )  # fmt: skip
+    return randomise(RwkvX(config), "rwkv_x")
 
 
 def llada() -> nn.Module:

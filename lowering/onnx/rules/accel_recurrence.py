@@ -210,3 +210,50 @@ def linear_attention(
         scale=1.0, update_rule="gated" if beta is None else "gated_delta",
     )  # fmt: skip
     return b.node("Reshape", y, b.ints(0, 0, heads, width)), after
+
+
+@lower(recurrence.dplr_attention.default)
+def dplr_attention(
+    b: Builder,
+    q: str,
+    k: str,
+    v: str,
+    decay: str,
+    erase: str,
+    write: str,
+    state: str,
+    positions: str,
+) -> tuple[str, str]:
+    """Rows as [B,H,1,D] and columns as [B,H,D,1] inside."""
+    heads, width, value = (int(b.shape(q)[2]), int(b.shape(q)[3]), int(b.shape(v)[3]))
+
+    def real(x: str) -> str:
+        return _masked(b, b.node("Reshape", x, b.ints(0, 0, -1)), positions)
+
+    def column(x: str) -> str:
+        return str(b.node("Reshape", x, b.ints(0, 0, heads, width, 1)))
+
+    def row(x: str, size: int) -> str:
+        return str(b.node("Reshape", x, b.ints(0, 0, heads, 1, size)))
+
+    rows = [
+        (row(q, width), "dplr.q", (heads, 1, width)),
+        (row(erase, width), "dplr.erase", (heads, 1, width)),
+        (row(v, value), "dplr.v", (heads, 1, value)),
+        (column(real(k)), "dplr.k", (heads, width, 1)),
+        (column(real(write)), "dplr.write", (heads, width, 1)),
+        (column(b.node("Exp", real(decay))), "dplr.rate", (heads, width, 1)),
+    ]
+    steps: list[Step] = [
+        ("MatMul", ["dplr.erase", "dplr.state"], "dplr.found"),
+        ("Mul", ["dplr.state", "dplr.rate"], "dplr.kept"),
+        ("Mul", ["dplr.write", "dplr.found"], "dplr.changed"),
+        ("Mul", ["dplr.k", "dplr.v"], "dplr.new"),
+        ("Add", ["dplr.kept", "dplr.changed"], "dplr.old"),
+        ("Add", ["dplr.old", "dplr.new"], "dplr.state.after"),
+        ("MatMul", ["dplr.q", "dplr.state.after"], "dplr.y1"),
+        ("Reshape", ["dplr.y1", b.ints(0, -1)], "dplr.y"),
+    ]
+    held = [(state, "dplr.state", (heads, width, value))]
+    after, y = _scan(b, held, rows, steps, "dplr.y", heads * value)
+    return b.node("Reshape", y, b.ints(0, 0, heads, value)), after

@@ -25,6 +25,7 @@ from accel.ir.region import Entry, sizes
 from accel.ir.state import POSITIONS, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes.kv._shared.cached import cache_of
+from accel.passes.kv._shared.more_keys import take_in
 from accel.passes.kv._shared.rotation import rotated, rotation_of
 from accel.passes.kv._shared.slots import written
 from accel.passes.kv._shared.tables import appended, attentions
@@ -126,7 +127,7 @@ class LowRank(Pages):
             (self, form, interleaved, value_width),
             constants=dict(zip(("cos", "sin"), tables.items(), strict=False)),
         )  # fmt: skip
-        node.kwargs = {**node.kwargs, "beside": out, "beside_lse": lse}
+        take_in(editor, node, out, lse)
         build.becomes(Part.PAGES, layer, parts)
         return pages
 

@@ -15,6 +15,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.region import sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
+from accel.passes.kv._shared.more_keys import take_in
 from accel.passes.kv.select import Base, Sizes
 from accel.passes.kv.select._build import Build, Named, Stored, no_list
 
@@ -114,8 +115,7 @@ class Tokens(Base):
                 node, "whole", _with_whole, lambda x: x["pages"].clone(), asked, (), some
             )
         if memory.merged:
-            beside = {"beside": found["out"], "beside_lse": found["lse"]}
-            node.kwargs = {**node.kwargs, **beside}
+            take_in(build.editor, node, found["out"], found["lse"])
         slots = build.program.step.input("slots")
         with editor.graph.inserting_before(node):
             longer = {

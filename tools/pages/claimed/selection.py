@@ -45,6 +45,14 @@ def louiskv() -> Iterator[Row]:
     yield Row("`streaming-llm`, 128 kept", evict("streaming-llm", 128))
 
 
+def rwkv_x() -> Iterator[Row]:
+    for size in (16, 64):
+        tables = select("rwkv-x", 256, page=size, dense_layers=2)
+        yield Row(f"`rwkv-x`, chunks of {size}", tables)
+        yield Row(f"`quest`, pages of {size}", select("quest", 256, page=size))
+    yield Row("`streaming-llm`, 256 kept", evict("streaming-llm", 256))
+
+
 def shadowkv() -> Iterator[Row]:
     """Keys of all heads of a layer have 128 numbers here."""
     for low_rank in (128, 80, 48, 24, 8):
