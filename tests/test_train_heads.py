@@ -10,7 +10,7 @@ import accel
 from accel.compiler.load.source import open_source
 from accel.compiler.train.kind import kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
-from accel.compiler.train.runs import eagle1, longspec
+from accel.compiler.train.runs import eagle1, longspec, moa_spec
 from accel.compiler.train.runs.glide import BLOCK, block_mask
 from accel.compiler.train.source import Source
 from accel.compiler.train.train import train
@@ -19,8 +19,9 @@ from accel.ir.errors import InputError
 
 from .heads_case import Eagle1
 from .runtime.draft.test_longspec import Plain as Longspec
+from .runtime.draft.test_moa_spec import Plain as MoaSpec
 
-METHODS = ("eagle1", "eagle3", "medusa", "bpd", "glide", "longspec")
+METHODS = ("eagle1", "eagle3", "medusa", "bpd", "glide", "longspec", "moa-spec")
 OPTIONS = {"length": 16, "rows": 2, "inner": 64, "threads": 1, "minutes": 100.0, "rate": 5e-3}
 
 
@@ -225,6 +226,53 @@ def test_short_rows_are_moved_behind_their_anchors():
         causal = torch.ones(10 - r, 10 - r).tril().bool()
         assert torch.equal(seen[r - 1 :, : 10 - r], causal)
         assert not seen[: r - 1].any() and not seen[:, 10 - r :].any()
+
+
+def test_summaries_are_those_before_a_draft(opened, tmp_path):
+    """Losses of moa-spec by the formulas: the distance of what it says from what the model's output head reads, and a
+    tenth of the cross-entropy. The controls: another draw of the drafts, and all tokens of the text are seen.
+    """
+    run, rows = run_of(opened, "moa-spec", tmp_path)
+    learnt(run, rows, 2)
+    ids, _ = next(rows)
+    generator = torch.Generator().manual_seed(run.step)
+    begin = moa_spec.begins(ids.shape[1] - 1, generator)
+    ((loss, _),) = run.drafts(ids)
+    module = models.make("llama", 4).eval()
+    plain = MoaSpec(module, {n: p.detach() for n, p in run.parts[0].items()}, layers=4, theta=1e4)
+    plain.size = module.config.head_dim
+
+    @torch.no_grad()
+    def by_hand(begin, near):
+        losses = []
+        for row in ids:
+            final = module.get_decoder()(row[None]).last_hidden_state[0, 1:]
+            found = run.soft.size * plain.of(
+                row.tolist(), plain.summaries(row.tolist()[:-1]), begin, near
+            )
+            apart = (found - final).abs()
+            apart = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+            words = module.lm_head.weight[run.soft.words.ids]
+            p, q = ((z @ words.T) for z in (final, found))
+            losses.append(apart - 0.1 * (p.softmax(-1) * q.log_softmax(-1)).sum(-1).mean())
+        return torch.stack(losses).mean()
+
+    found = float(loss.detach())
+    assert abs(found - by_hand(begin, begin)) < 1e-4
+    assert abs(found - by_hand(begin.clamp(max=3), begin)) > 1e-4
+    assert abs(found - by_hand(begin, torch.zeros_like(begin))) > 1e-4
+
+
+def test_drafts_are_of_six_to_fourteen_tokens():
+    """And a token sees those before it, with stairs only of its own draft."""
+    begin = moa_spec.begins(300, torch.Generator().manual_seed(0))
+    first, sizes = begin.unique(return_counts=True)
+    assert first[0] == 1 and torch.equal(first[1:], (first + sizes)[:-1])
+    assert sizes[:-1].min() == 6 and sizes[:-1].max() == 14
+    whole, stairs = (moa_spec.near_mask(begin, one) for one in (False, True))
+    assert torch.equal(whole, torch.ones(300, 300).tril().bool())
+    for t in (0, 17, 299):
+        assert stairs[t].nonzero()[:, 0].tolist() == list(range(int(begin[t]) - 1, t + 1))
 
 
 @pytest.mark.few(1)

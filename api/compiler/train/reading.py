@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,11 +29,6 @@ class BesideReading(Beside):
         """The model's last layer."""
         return self.program.facts.layers[-1]
 
-    @cached_property
-    def stream_width(self) -> int:
-        """Of the model's embedding."""
-        return int(self.embedded(torch.zeros(1, 1, dtype=torch.int64)).shape[2])
-
     @property
     def attention_sizes(self) -> dict[str, int]:
         """Of the model's last layer, for a configuration."""
@@ -45,12 +39,6 @@ class BesideReading(Beside):
             "head_dim": last.head_dim,
             "max_position_embeddings": self.program.facts.max_context + 1,
         }
-
-    @property
-    def inner_width(self) -> int:
-        """Of the model's MLPs."""
-        config = self.program.facts.config.get("text_config") or self.program.facts.config
-        return int(config.get("intermediate_size") or 2 * self.stream_width)
 
     @property
     def turns(self) -> dict[str, Any]:

@@ -4,17 +4,15 @@ tokens, and the places of short rows are moved, so that large ones are learnt to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel.compiler.load.heads.longspec import WINDOW
-from accel.compiler.train.heads import HeadsRun
 from accel.compiler.train.reading import BesideReading
+from accel.compiler.train.spoken import BesideSpoken, SpokenRun
 from accel.ir.capture.arch.longspec import Longspec, LongspecConfig
 from accel.runtime.draft.longspec import Longspec as LongspecDraft
 
@@ -31,11 +29,10 @@ SIZES = (
     "max_position_embeddings",
     "rope_parameters",
 )
-SUMMANDS = ("embed_norm", "self_attn.o_proj", "cross_attn.o_proj", "mlp.down_proj")
 
 
 @dataclass
-class BesideLongspec(BesideReading):
+class BesideLongspec(BesideReading, BesideSpoken):
     """A layer of the model's own sizes, which speaks by the model's output head."""
 
     whole = True
@@ -57,17 +54,8 @@ class BesideLongspec(BesideReading):
             LongspecConfig(self.layer_sizes, WINDOW, self.taps(facts.num_layers), embed_norm=True)
         )
         self.check_turns(head.rotary)
-        words = self.output_head * self.size
-        head.lm_head.weight = torch.nn.Parameter(words, requires_grad=False)
+        head.lm_head.weight = self.spoken()
         return head
-
-    @cached_property
-    def size(self) -> float:
-        """Of what the model's output head reads where logits are of size 1: so much smaller is what the head makes in
-        the end. It learns as if that were 1, at the usual rate.
-        """
-        words = self.output_head
-        return float(1 / words.std() / words.shape[1] ** 0.5)
 
     def config(self) -> dict[str, Any]:
         return {
@@ -80,11 +68,12 @@ class BesideLongspec(BesideReading):
         }
 
 
-class LongspecRun(HeadsRun):
+class LongspecRun(SpokenRun):
     """Beside a model."""
 
     drafter = LongspecDraft
     pair = BesideLongspec
+    summands = ("embed_norm", "self_attn.o_proj", "cross_attn.o_proj", "mlp.down_proj")
 
     def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.step)
@@ -99,14 +88,6 @@ class LongspecRun(HeadsRun):
             stale_mask(count - 1, stale),
         )
         return [self.soft.taught(logits, says[:, 1:])]
-
-    def saved(self) -> Mapping[str, Tensor]:
-        """Of the size that the model's output head reads."""
-        size = self.soft.size
-        return {
-            n: size * p if n.removesuffix(".weight") in SUMMANDS else p
-            for n, p in self.parts[0].items()
-        }
 
 
 def moved(count: int, context: int, generator: torch.Generator) -> Tensor:
