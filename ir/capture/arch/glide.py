@@ -62,16 +62,14 @@ class Reading(nn.Module):
             absent = (keys == 0).all(-1)[:, None, :, None].expand(*k.shape[:3], 1)
             k = torch.cat([k, torch.where(absent, HIDDEN, 0.0)], dim=-1)
             q = torch.cat([q, torch.ones_like(q[..., :1])], dim=-1)
-        blind = None if seen is None else ~seen.any(-1, keepdim=True)
-        mixed = F.scaled_dot_product_attention(
-            *(q, k, v),
-            attn_mask=None if blind is None else seen | blind,
-            is_causal=seen is None,
-            scale=self.scale,
-            enable_gqa=True,
-        )
-        if blind is not None:
-            mixed = mixed.masked_fill(blind, 0)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=True
+            )
+        else:
+            blind = ~seen.any(-1, keepdim=True)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen | blind, scale=self.scale, enable_gqa=True
+            ).masked_fill(blind, 0)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 

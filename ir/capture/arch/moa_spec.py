@@ -58,7 +58,8 @@ class Block(nn.Module):
 
     def heads(self, y: Tensor) -> Tensor:
         """[B,T,HD] -> [B,H,T,D]."""
-        return y.unflatten(-1, (-1, self.size)).transpose(1, 2)
+        out: Tensor = y.unflatten(-1, (-1, self.size)).transpose(1, 2)
+        return out
 
     def finished(self, x: Tensor, mixed: Tensor) -> Tensor:
         """x [B,T,W] behind what its heads read [B,H,T,D]."""
@@ -117,7 +118,8 @@ class Layers(Block):
         def heads(project: nn.Module) -> Tensor:
             made = project(y).unflatten(-1, (-1, self.size))
             repeated = made.repeat_interleave(self.count // made.shape[-2], -2)
-            return repeated.transpose(2, 3)  # [B,T,H,L,D]
+            out: Tensor = repeated.transpose(2, 3)  # [B,T,H,L,D]
+            return out
 
         q, k, v = heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
         cos, sin = (one[:, None] for one in turns)
