@@ -140,17 +140,6 @@ class Beside:
         first = self.taps(self.program.facts.num_layers)[0]
         return int(self.program.step.output_nodes()[first].meta["val"].shape[2])
 
-    @cached_property
-    def stream_width(self) -> int:
-        """Of the model's embedding."""
-        return int(self.embedded(torch.zeros(1, 1, dtype=torch.int64)).shape[2])
-
-    @property
-    def inner_width(self) -> int:
-        """Of the model's MLPs."""
-        config = self.program.facts.config.get("text_config") or self.program.facts.config
-        return int(config.get("intermediate_size") or 2 * self.stream_width)
-
     @property
     def names(self) -> str:
         """By what the model is known again, as JSON."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from accel.compiler.train.heads import Beside
+from accel.compiler.train.sized import BesideSized
 from accel.ir.errors import InputError
 from accel.ir.facts import LayerFacts
 from accel.ir.ops.rope import rope
@@ -17,7 +17,7 @@ from accel.runtime.draft._published import glide_taps
 
 
 @dataclass
-class BesideReading(Beside):
+class BesideReading(BesideSized):
     """Its head turns queries as the model turns its keys."""
 
     @classmethod
@@ -43,8 +43,8 @@ class BesideReading(Beside):
     @property
     def turns(self) -> dict[str, Any]:
         """How the model's configuration says that keys are turned."""
-        config = self.program.facts.config.get("text_config") or self.program.facts.config
-        return config.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
+        usual = {"rope_type": "default", "rope_theta": 10000.0}
+        return self.text_config.get("rope_parameters") or usual
 
     def check_turns(self, rotary: nn.Module) -> None:
         """Raise InputError where the model's last layer does not turn its keys as this does."""

@@ -9,11 +9,12 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from accel.compiler.train.heads import Beside, HeadsRun
+from accel.compiler.train.heads import HeadsRun
+from accel.compiler.train.sized import BesideSized
 
 
 @dataclass
-class BesideSpoken(Beside):
+class BesideSpoken(BesideSized):
     """The head learns as if logits of size 1 came of what has size 1, at the usual rate; `size` is what has such with
     the model's own output head, and what is saved is so much smaller.
     """
