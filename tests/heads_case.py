@@ -402,6 +402,15 @@ def drafts(model, texts, count, rounds):
     return found
 
 
+def turned(y, places, theta):
+    """y [H,n,D] at places [n]."""
+    size = y.shape[2]
+    angles = places[:, None] * theta ** -(torch.arange(0, size, 2) / size)
+    cos, sin = (torch.cat([f, f], -1) for f in (angles.cos(), angles.sin()))
+    a, b = y.chunk(2, -1)
+    return y * cos + torch.cat([-b, a], -1) * sin
+
+
 def texts_of(count):
     rng = np.random.default_rng(0)
     return [rng.integers(1, 100, count).tolist() for _ in range(2)]

@@ -10,7 +10,7 @@ import accel
 from accel.compiler.load.source import open_source
 from accel.compiler.train.kind import kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
-from accel.compiler.train.runs import eagle1
+from accel.compiler.train.runs import eagle1, longspec, moa_spec
 from accel.compiler.train.runs.glide import BLOCK, block_mask
 from accel.compiler.train.source import Source
 from accel.compiler.train.train import train
@@ -18,8 +18,10 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import InputError
 
 from .heads_case import Eagle1
+from .runtime.draft.test_longspec import Plain as Longspec
+from .runtime.draft.test_moa_spec import Plain as MoaSpec
 
-METHODS = ("eagle1", "eagle3", "medusa", "bpd", "glide")
+METHODS = ("eagle1", "eagle3", "medusa", "bpd", "glide", "longspec", "moa-spec")
 OPTIONS = {"length": 16, "rows": 2, "inner": 64, "threads": 1, "minutes": 100.0, "rate": 5e-3}
 
 
@@ -165,6 +167,113 @@ def test_a_block_sees_what_was_there_before_it(opened, tmp_path):
     for loss, want in zip(found, by_hand(False), strict=True):
         torch.testing.assert_close(loss, want, atol=1e-5, rtol=1e-5)
     assert abs(float(found[-1] - by_hand(True)[-1])) > 1e-4
+
+
+def test_keys_are_missing_and_places_are_moved(opened, tmp_path, monkeypatch):
+    """LongSpec's losses, by a forward pass of the formulas in which the target ran at the same places: the first keys
+    are anchors, and a token does not see the last few before it. The controls: one key more is missing, and the target
+    ran at other places.
+    """
+    monkeypatch.setattr(longspec, "LEFT", 10)
+    run, rows = run_of(opened, "longspec", tmp_path)
+    learnt(run, rows, 2)
+    ids, _ = next(rows)
+    generator = torch.Generator().manual_seed(run.step)
+    places = longspec.moved(ids.shape[1], 512, generator)
+    stale = int(torch.randint(1, 5, (), generator=generator))
+    assert places[-1] > ids.shape[1]
+    ((loss, _),) = run.drafts(ids)
+    module = models.make("llama", 4).eval()
+    plain = Longspec(module, {n: p.detach() for n, p in run.parts[0].items()}, window=512)
+
+    @torch.no_grad()
+    def by_hand(stale, held):
+        losses = []
+        for row in ids:
+            ran = module(row[None], position_ids=held[None], use_cache=True)
+            cache = [
+                s[0]
+                for s in (
+                    ran.past_key_values.layers[-1].keys,
+                    ran.past_key_values.layers[-1].values,
+                )
+            ]
+            q = (run.soft.size * plain.of(row.tolist(), cache, stale, places)).log_softmax(-1)
+            losses.append(-(ran.logits[0, 1:].softmax(-1) * q).sum(-1).mean())
+        return torch.stack(losses).mean()
+
+    loss = loss.detach()
+    torch.testing.assert_close(loss, by_hand(stale, places), atol=1e-4, rtol=1e-4)
+    assert abs(float(loss - by_hand(stale + 1, places))) > 1e-3
+    assert abs(float(loss - by_hand(stale, torch.arange(len(places))))) > 1e-3
+
+
+def test_short_rows_are_moved_behind_their_anchors():
+    """By the paper: the first 0 to 4 places stay, the others are moved together, within the context less 1000; rows of
+    more than 1200 tokens stay. A mask of r missing keys is causal attention of all queries but the first r to all keys
+    but the last r.
+    """
+    generator, anchors = torch.Generator().manual_seed(0), set()
+    for _ in range(60):
+        places = longspec.moved(50, 1200, generator)
+        by = places - torch.arange(50)
+        assert (by[1:] >= by[:-1]).all() and len(by.unique()) <= 2 and 0 <= by[-1] <= 150
+        anchors.add(int((by == 0).sum()))
+    assert anchors - {50} == {0, 1, 2, 3, 4}
+    for count, context in ((1201, 40_000), (50, 1050)):
+        assert torch.equal(longspec.moved(count, context, generator), torch.arange(count))
+    for r in (1, 4):
+        seen = longspec.stale_mask(9, r)  # of tokens 1 .. 9 and keys 0 .. 8
+        causal = torch.ones(10 - r, 10 - r).tril().bool()
+        assert torch.equal(seen[r - 1 :, : 10 - r], causal)
+        assert not seen[: r - 1].any() and not seen[:, 10 - r :].any()
+
+
+def test_summaries_are_those_before_a_draft(opened, tmp_path):
+    """Losses of moa-spec by the formulas: the distance of what it says from what the model's output head reads, and a
+    tenth of the cross-entropy. The controls: another draw of the drafts, and all tokens of the text are seen.
+    """
+    run, rows = run_of(opened, "moa-spec", tmp_path)
+    learnt(run, rows, 2)
+    ids, _ = next(rows)
+    generator = torch.Generator().manual_seed(run.step)
+    begin = moa_spec.begins(ids.shape[1] - 1, generator)
+    ((loss, _),) = run.drafts(ids)
+    module = models.make("llama", 4).eval()
+    plain = MoaSpec(module, {n: p.detach() for n, p in run.parts[0].items()}, layers=4, theta=1e4)
+    plain.size = module.config.head_dim
+
+    @torch.no_grad()
+    def by_hand(begin, near):
+        losses = []
+        for row in ids:
+            final = module.get_decoder()(row[None]).last_hidden_state[0, 1:]
+            found = run.soft.size * plain.of(
+                row.tolist(), plain.summaries(row.tolist()[:-1]), begin, near
+            )
+            apart = (found - final).abs()
+            apart = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
+            words = module.lm_head.weight[run.soft.words.ids]
+            p, q = ((z @ words.T) for z in (final, found))
+            losses.append(apart - 0.1 * (p.softmax(-1) * q.log_softmax(-1)).sum(-1).mean())
+        return torch.stack(losses).mean()
+
+    found = float(loss.detach())
+    assert abs(found - by_hand(begin, begin)) < 1e-4
+    assert abs(found - by_hand(begin.clamp(max=3), begin)) > 1e-4
+    assert abs(found - by_hand(begin, torch.zeros_like(begin))) > 1e-4
+
+
+def test_drafts_are_of_six_to_fourteen_tokens():
+    """And a token sees those before it, with stairs only of its own draft."""
+    begin = moa_spec.begins(300, torch.Generator().manual_seed(0))
+    first, sizes = begin.unique(return_counts=True)
+    assert first[0] == 1 and torch.equal(first[1:], (first + sizes)[:-1])
+    assert sizes[:-1].min() == 6 and sizes[:-1].max() == 14
+    whole, stairs = (moa_spec.near_mask(begin, one) for one in (False, True))
+    assert torch.equal(whole, torch.ones(300, 300).tril().bool())
+    for t in (0, 17, 299):
+        assert stairs[t].nonzero()[:, 0].tolist() == list(range(int(begin[t]) - 1, t + 1))
 
 
 @pytest.mark.few(1)

@@ -64,4 +64,9 @@ def glide_taps(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """The target's keys and values that a head reads, of a target of so many layers: of its last ones."""
     count = config.get("num_hidden_layers")
     count = min(count, layers) if isinstance(count, int) else 1
-    return tuple(name for i in range(layers - count, layers) for name in (keys(i), values(i)))
+    return moa_taps(layers)[-2 * count :]
+
+
+def moa_taps(layers: int) -> tuple[str, ...]:
+    """The target's keys and values of all layers."""
+    return tuple(name for i in range(layers) for name in (keys(i), values(i)))

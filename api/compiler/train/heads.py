@@ -65,6 +65,8 @@ class Beside:
 
     head: Any = None
 
+    whole: ClassVar[bool] = False  # it drafts all tokens of the model, whatever `vocabulary`
+
     def start(self, inner: int, seed: int) -> Parts:
         """The head's tensors, which have learnt nothing."""
         with torch.random.fork_rng(devices=[]):
@@ -97,7 +99,7 @@ class Beside:
     def ids(self) -> Tensor | None:
         """The model's tokens that the head drafts, the commonest of the text, in their order; None: all."""
         size = self.program.facts.vocab_size
-        if self.vocabulary >= size:
+        if self.whole or self.vocabulary >= size:
             return None
         counts = torch.bincount(self.text.flatten(), minlength=size)
         return counts.sort(descending=True, stable=True).indices[: self.vocabulary].sort().values
@@ -154,10 +156,13 @@ class Beside:
         found = stored.read().detach().float()
         return found if self.ids is None else found[self.ids]
 
-    def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens [B,N] the taps [B,N,F], and what the model says [B,N,V]."""
+    def read(self, tokens: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of tokens [B,N] the taps [B,N,F], and what the model says [B,N,V]. places: of the tokens [N]; None: 0, 1 …"""
+        given = feeds(self.program, "step", tokens)
+        if places is not None:
+            given["positions"] = places.expand(tokens.shape).contiguous()
         with torch.no_grad():
-            found = self.program.run("step", feeds(self.program, "step", tokens))
+            found = self.program.run("step", given)
         taps = [found[name].float() for name in self.taps(self.program.facts.num_layers)]
         return torch.cat(taps, -1), found[LOGITS].float()
 

@@ -6,7 +6,7 @@ leaves out layers or branches (`mod`) learns to predict the text by less; what a
 up for them in each layer; what foretells attention (`tokenbutler`) or changes it (`leank`) learns from what the model
 reads of the text; the coprocessor of `cache-augment` predicts the text behind random places of it, and the embedding of
 `pause` that behind pauses; a length's head (`specdec-pp`) tells what of a draft stands; heads that draft (`eagle3`,
-`glide`, `medusa`) learn what the model says; what a loop reads learns from a text (`adadec`), is searched on one
+`longspec`, `medusa`) learn what the model says; what a loop reads learns from a text (`adadec`), is searched on one
 (`draft-verify`) or several (`knn-ssd`), or learns from what the model answers (`learn2pd`, `adaptive-bok`, `atts`); a
 model that fills masks is tuned to be certain of its own answers (`dparallel`). A table is measured instead. Each kind
 is a file in `runs/`.

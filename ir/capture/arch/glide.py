@@ -41,34 +41,41 @@ class GlideConfig:
 class Reading(nn.Module):
     """Attention to keys and values of the target: it has queries and an output alone."""
 
-    def __init__(self, width: int, heads: Any):
+    def __init__(self, width: int, heads: Any, bias: bool = False):
         super().__init__()
         self.count, self.groups = heads.num_attention_heads, heads.num_key_value_heads
         self.scale = heads.head_dim**-0.5
-        self.q_proj = nn.Linear(width, self.count * heads.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, self.count * heads.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.count * heads.head_dim, width, bias=False)
 
     def forward(
         self, x: Tensor, keys: Tensor, values: Tensor, turns: Any, seen: Tensor | None = None
     ) -> Tensor:
         """Of x [B,T,W] over keys and values [B,T,GD] of the token before each, 0 where there are none. turns: cosine
-        and sine of each token's place [B,T,D]. seen: which keys a query sees [T,T]; None: those before, where they are.
+        and sine of each token's place [B,T,D]. seen: which keys a query sees [T,T], maybe none; None: those before,
+        where they are.
         """
         q = self.q_proj(x).unflatten(-1, (self.count, -1)).transpose(1, 2)
         k, v = (y.unflatten(-1, (self.groups, -1)).transpose(1, 2) for y in (keys, values))
-        q = _turned(q, *turns)
+        q = turned(q, *turns)
         if seen is None:
             absent = (keys == 0).all(-1)[:, None, :, None].expand(*k.shape[:3], 1)
             k = torch.cat([k, torch.where(absent, HIDDEN, 0.0)], dim=-1)
             q = torch.cat([q, torch.ones_like(q[..., :1])], dim=-1)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
-        )
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=True
+            )
+        else:
+            blind = ~seen.any(-1, keepdim=True)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen | blind, scale=self.scale, enable_gqa=True
+            ).masked_fill(blind, 0)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
 
-def _turned(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turned(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """q [B,H,T,D], each half of the channels with the other, by cosine and sine [B,T,D]."""
     a, b = q.chunk(2, dim=-1)
     return q * cos.unsqueeze(1) + torch.cat([-b, a], dim=-1) * sin.unsqueeze(1)
 

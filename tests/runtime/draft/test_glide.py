@@ -19,7 +19,7 @@ from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
 
 from ...draft_case import rows_of
-from ...heads_case import EPS, as_plain, asked, drafts, opened, texts_of
+from ...heads_case import EPS, as_plain, asked, drafts, opened, texts_of, turned
 
 LAYERS, HEADS, GROUPS, THETA, DRAFTED = 3, 2, 1, 20000.0, 60
 OTHERS = {"one layer": {"count": 1}, "own embedding": {"count": 1, "own": True}}
@@ -96,15 +96,6 @@ def written(folder, module, count=1, own=False, seed=0, **change):
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     save_file({n: t.contiguous() for n, t in found.items()}, folder / "model.safetensors")
     return folder, found
-
-
-def turned(y, places, theta):
-    """y [H,n,D] at places [n]."""
-    size = y.shape[2]
-    angles = places[:, None] * theta ** -(torch.arange(0, size, 2) / size)
-    cos, sin = (torch.cat([f, f], -1) for f in (angles.cos(), angles.sin()))
-    a, b = y.chunk(2, -1)
-    return y * cos + torch.cat([-b, a], -1) * sin
 
 
 class Plain:
