@@ -105,6 +105,21 @@ def test_run_gives_the_tokens_of_generate(artifact):
     assert result.stdout == ",".join(map(str, ids)) + "\n"
 
 
+def test_run_says_why_it_wrote_nothing(artifact, model, tmp_path):
+    with accel.load(artifact) as loaded:
+        first, *_ = loaded.generate("0123", 1).tokens[0]
+    folder = shutil.copytree(model, tmp_path / "ends")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    content = next(t for t, i in tokenizer["model"]["vocab"].items() if i == first)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"] = [{"id": first, "content": content, "special": True, **flags}]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    silent = call("run", folder, "--prompt", "0123", "--eos", first, "--max-context", 64)
+    assert (silent.stdout, silent.exit_code) == ("\n", 0)
+    assert "the text ended with its first token; --ignore-eos goes on" in silent.stderr
+    assert "first token" not in call("run", artifact, "--prompt", "0123").stderr
+
+
 def test_run_samples_as_asked(artifact, tmp_path):
     options = dict(temperature=0.9, top_k=40, top_p=0.9, repetition_penalty=1.1, seed=5)
     with accel.load(artifact) as loaded:

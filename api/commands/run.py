@@ -350,14 +350,20 @@ def _stream(
                 told["logprobs"] = _scores(stream.logprobs)
             print_json({**told, "stats": stream.stats})
             return
-        between = ""
+        between, silent = "", True
         for piece in waited(stream):
             text = piece if isinstance(piece, str) else f"{between}{piece}"
-            between = ","
+            between, silent = ",", silent and not text
             sys.stdout.write(text)
             sys.stdout.flush()
         stats = stream.stats
     typer.echo()
+    if silent and stats["finish"][0] == "eos":
+        typer.echo(
+            "note: the text ended with its first token; --ignore-eos goes on, and a chat model answers in "
+            "`accel-compile chat`",
+            err=True,
+        )
     if sys.stderr.isatty():
         figures = stats["speculation"]
         drafts = (
