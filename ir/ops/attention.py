@@ -252,18 +252,23 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
-def _partial_attention(*operands: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    x = Operands[Tensor](*operands, **more)
+def _mixed(x: Operands[Tensor]) -> tuple[Tensor, Tensor]:
+    """Values by their probabilities [B,H,T,Dv], and the scores that these are the softmax of."""
     scores, values = _scores(x)
     probs = scores.softmax(-1)
     out = probs[..., : values.shape[2]] @ values
     if x.beside is not None:
         out = out + probs[..., -1:] * x.beside
+    return out, scores
+
+
+def _partial_attention(*operands: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    out, scores = _mixed(Operands[Tensor](*operands, **more))
     return out, scores.logsumexp(-1)
 
 
 def _attention(*operands: Any, **more: Any) -> Tensor:
-    return _partial_attention(*operands, **more)[0]
+    return _mixed(Operands[Tensor](*operands, **more))[0]
 
 
 def merged(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
