@@ -85,14 +85,16 @@ class Measured:
                 x = stream.layer(index, x)
             elif isinstance(method, Routed):
 
-                def by(site: Branch, before: Tensor) -> Tensor:
-                    router = of_target(self.parts[site.layer], site.target)
-                    taken = ~(method.spare(unit(before), **router) > method.limit)
-                    scale = method.scale(unit(before), **router)
-                    kept = choose(site.name, taken)[..., None].float()
-                    return kept if scale is None else kept * scale
+                def change(site: Branch, before: Tensor, value: Tensor) -> Tensor:
+                    router, read = of_target(self.parts[site.layer], site.target), unit(before)
+                    taken = ~(method.spare(read, **router) > method.limit)
+                    scale = method.scale(read, **router)
+                    other = method.instead(read, **router)
+                    kept = choose(site.name, taken)[..., None]
+                    scaled = value if scale is None else value * scale
+                    return torch.where(kept, scaled, torch.zeros(()) if other is None else other)
 
-                x = stream.weighed(index, x, [(s, s.before, s.term.value) for s in sites], by)
+                x = stream.changed(index, x, [(s, s.before, s.term.value) for s in sites], change)
             else:
                 after = stream.layer(index, x)
                 router = of_target(self.parts[index], "layer")
