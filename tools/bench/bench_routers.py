@@ -7,13 +7,18 @@ On the bundled model and held-out Python: the loss of a token, how often its lik
 and the share of what has a router that runs. `by chance`: each token (of `first-router`, each row) draws, with one
 share in all layers; `as much of each`: with the share that each layer or branch has by its router; medians of three
 draws. `first-router` reads the first half of a row as its prompt, and the second half is measured; of the others all of
-it. `gates alone`: `gateskip` where nothing is left out.
+it. `gates alone`: `gateskip` where nothing is left out. Of `duo-llm`, `nothing in place`: the same tokens take the big
+MLP, and the others none; `the best layers`: for all tokens big are those layers, as many as the router takes in the
+mean, that are best on the rows to calibrate on; `--oracle N`: of as many layers the best for each of N tokens of one
+row, each with the cache of those chosen before.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +60,7 @@ class Measured:
     def __init__(self, soft: SoftLayers, method: Learns, tokens: Tensor):
         self.soft, self.method, self.tokens = soft, method, tokens
         self.parts = soft.program.parts[method.key]
+        self.instead = True
         self.half = tokens.shape[1] // 2 if not isinstance(method, Routed) else 0
 
     def stream(self) -> Stream:
@@ -76,6 +82,11 @@ class Measured:
 
         return self._run(choose, shares)
 
+    def fixed(self, big: Tensor) -> Tensor:
+        """Logits where of each row and token the layers big [n,T,L] run."""
+        number = {s.name: s.layer for sites in self.soft.sites for s in sites}
+        return self._run(lambda site, _: big[:, :, number[site]], {})
+
     def _run(self, choose: Choose, shares: dict[str, float], plain: bool = False) -> Tensor:
         stream = self.stream()
         x = stream.start
@@ -89,7 +100,7 @@ class Measured:
                     router, read = of_target(self.parts[site.layer], site.target), unit(before)
                     taken = ~(method.spare(read, **router) > method.limit)
                     scale = method.scale(read, **router)
-                    other = method.instead(read, **router)
+                    other = method.instead(read, **router) if self.instead else None
                     kept = choose(site.name, taken)[..., None]
                     scaled = value if scale is None else value * scale
                     return torch.where(kept, scaled, torch.zeros(()) if other is None else other)
@@ -111,6 +122,7 @@ def main(
     methods: list[str],
     part: Annotated[Path | None, typer.Option(help="By default the bundled one.")] = None,
     ratio: Annotated[float | None, typer.Option(help="Of gateskip.")] = None,
+    oracle: Annotated[int, typer.Option(help="Tokens, of duo-llm.")] = 0,
 ) -> None:
     torch.set_num_threads(1)
     quiet: Any = lambda *_: None  # noqa: E731
@@ -144,9 +156,52 @@ def main(
                 drawn = [one.run(some, torch.Generator().manual_seed(s)) for s in range(DRAWS)]
                 middle = sorted(drawn, key=lambda logits: loss(one, logits))[DRAWS // 2]
                 tell(words, some, middle, one, whole)
+            if name == "duo-llm":
+                duo(one, read, shares, whole, oracle)
             if name == "gateskip":
                 open_ = dict.fromkeys(shares, 2.0)
                 tell("… gates alone", open_, one.run(open_, torch.Generator()), one, whole)
+
+
+def duo(one: Measured, read: Tensor, shares: dict[str, float], whole: Tensor, oracle: int) -> None:
+    """What is said of duo-llm alone."""
+    one.instead = False
+    tell("… nothing in place", shares, one.run(dict(shares)), one, whole)
+    one.instead = True
+    none = torch.zeros(len(one.tokens), one.tokens.shape[1], len(shares), dtype=torch.bool)
+    tell("… all small", dict.fromkeys(shares, 0.0), one.fixed(none), one, whole)
+    count = round(sum(shares.values()))
+    choices = torch.zeros(math.comb(len(shares), count), len(shares), dtype=torch.bool)
+    for row, layers in enumerate(combinations(range(len(shares)), count)):
+        choices[row, list(layers)] = True
+    some = Measured(one.soft, one.method, read[:2])
+    best = min(choices, key=lambda big: loss(some, some.fixed(big.expand(*some.tokens.shape, -1))))
+    level = {n: float(big) for n, big in zip(shares, best, strict=True)}
+    layers = ", ".join(str(i) for i, big in enumerate(best) if big)
+    logits = one.fixed(best.expand(*one.tokens.shape, -1))
+    tell(f"… the best layers ({layers})", level, logits, one, whole)
+    if oracle:
+        row = Measured(one.soft, one.method, one.tokens[:1, : oracle + 1])
+        every = row.base()
+        found = best_of_each(one, row.tokens, choices)
+        tell(f"an oracle, {oracle} tokens", level, found, row, every)
+        tell("… the whole model", {}, every, row, every)
+        tell("… the best layers", level, row.fixed(best.expand(*row.tokens.shape, -1)), row, every)
+        routed: dict[str, float] = {}
+        logits = row.run(routed)
+        tell(f"… `{one.method.key}`", routed, logits, row, every)
+
+
+def best_of_each(one: Measured, tokens: Tensor, choices: Tensor) -> Tensor:
+    """Logits [1,T,V] of one row: for each token that of choices [N,L] by which the next is likeliest."""
+    chosen, found = choices[:, None][:, :0], []
+    for place in range(tokens.shape[1] - 1):
+        rows = Measured(one.soft, one.method, tokens[:, : place + 1].expand(len(choices), -1))
+        logits = rows.fixed(torch.cat((chosen, choices[:, None]), 1))[:, -1].float()
+        best = int(logits.log_softmax(-1)[:, tokens[0, place + 1]].argmax())
+        chosen = torch.cat((chosen, choices[best].expand(len(choices), 1, -1)), 1)
+        found.append(logits[best])
+    return torch.stack([*found, found[-1]])[None]
 
 
 def loss(one: Measured, logits: Tensor) -> float:
