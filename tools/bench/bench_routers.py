@@ -2,15 +2,16 @@
 
     python tools/bench/bench_routers.py mod gateskip first-router
     python tools/bench/bench_routers.py gateskip --part FILE --ratio 0.1
+    python tools/bench/bench_routers.py duo-llm --oracle 96
 
 On the bundled model and held-out Python: the loss of a token, how often its likeliest next one is the whole model's,
 and the share of what has a router that runs. `by chance`: each token (of `first-router`, each row) draws, with one
 share in all layers; `as much of each`: with the share that each layer or branch has by its router; medians of three
 draws. `first-router` reads the first half of a row as its prompt, and the second half is measured; of the others all of
-it. `gates alone`: `gateskip` where nothing is left out. Of `duo-llm`, `nothing in place`: the same tokens take the big
-MLP, and the others none; `the best layers`: for all tokens big are those layers, as many as the router takes in the
-mean, that are best on the rows to calibrate on; `--oracle N`: of as many layers the best for each of N tokens of one
-row, each with the cache of those chosen before.
+it. `gates alone`: `gateskip` where nothing is left out. Of `duo-llm`, `nothing in place`: tokens that do not take the
+big MLP have none; `the best layers`: for all tokens big are those, as many as the router takes in the mean, rounded
+down and up, that are best on two of the rows to calibrate on; `--oracle N`: as many layers, the best for each of N
+tokens of one row, each with the cache of those chosen before.
 """
 
 from __future__ import annotations
@@ -86,6 +87,10 @@ class Measured:
         """Logits where of each row and token the layers big [n,T,L] run."""
         number = {s.name: s.layer for sites in self.soft.sites for s in sites}
         return self._run(lambda site, _: big[:, :, number[site]], {})
+
+    def always(self, big: Tensor) -> Tensor:
+        """Logits where of all tokens the layers big [L] run."""
+        return self.fixed(big.expand(*self.tokens.shape, -1))
 
     def _run(self, choose: Choose, shares: dict[str, float], plain: bool = False) -> Tensor:
         stream = self.stream()
@@ -165,31 +170,45 @@ def main(
 
 def duo(one: Measured, read: Tensor, shares: dict[str, float], whole: Tensor, oracle: int) -> None:
     """What is said of duo-llm alone."""
-    one.instead = False
-    tell("… nothing in place", shares, one.run(dict(shares)), one, whole)
+    one.instead, alone = False, dict(shares)
+    tell("… nothing in place", alone, one.run(alone), one, whole)
     one.instead = True
-    none = torch.zeros(len(one.tokens), one.tokens.shape[1], len(shares), dtype=torch.bool)
-    tell("… all small", dict.fromkeys(shares, 0.0), one.fixed(none), one, whole)
-    count = round(sum(shares.values()))
-    choices = torch.zeros(math.comb(len(shares), count), len(shares), dtype=torch.bool)
-    for row, layers in enumerate(combinations(range(len(shares)), count)):
-        choices[row, list(layers)] = True
-    some = Measured(one.soft, one.method, read[:2])
-    best = min(choices, key=lambda big: loss(some, some.fixed(big.expand(*some.tokens.shape, -1))))
-    level = {n: float(big) for n, big in zip(shares, best, strict=True)}
-    layers = ", ".join(str(i) for i, big in enumerate(best) if big)
-    logits = one.fixed(best.expand(*one.tokens.shape, -1))
-    tell(f"… the best layers ({layers})", level, logits, one, whole)
+    total = sum(shares.values())
+    for count in (0, math.floor(total), math.ceil(total)):
+        best = best_for_all(one, read, len(shares), count)
+        tell_fixed(one, best, shares, whole)
     if oracle:
-        row = Measured(one.soft, one.method, one.tokens[:1, : oracle + 1])
-        every = row.base()
-        found = best_of_each(one, row.tokens, choices)
-        tell(f"an oracle, {oracle} tokens", level, found, row, every)
-        tell("… the whole model", {}, every, row, every)
-        tell("… the best layers", level, row.fixed(best.expand(*row.tokens.shape, -1)), row, every)
+        few = Measured(one.soft, one.method, one.tokens[:1, : oracle + 1])
+        every = few.base()
+        choices = patterns(len(shares), round(total))
+        level = dict.fromkeys(shares, round(total) / len(shares))
+        tell(
+            f"an oracle, {oracle} tokens", level, best_of_each(one, few.tokens, choices), few, every
+        )
+        tell("… the whole model", {}, every, few, every)
+        tell_fixed(few, best_for_all(one, read, len(shares), round(total)), shares, every)
         routed: dict[str, float] = {}
-        logits = row.run(routed)
-        tell(f"… `{one.method.key}`", routed, logits, row, every)
+        logits = few.run(routed)
+        tell(f"… `{one.method.key}`", routed, logits, few, every)
+
+
+def patterns(layers: int, count: int) -> Tensor:
+    """All choices of so many layers, bools [N,L]."""
+    chosen = torch.tensor(list(combinations(range(layers), count)), dtype=torch.int64)
+    found: Tensor = F.one_hot(chosen, layers).sum(1) > 0
+    return found
+
+
+def best_for_all(one: Measured, read: Tensor, layers: int, count: int) -> Tensor:
+    """So many layers [L] with which two rows of a text have the least loss."""
+    some = Measured(one.soft, one.method, read[:2])
+    return min(patterns(layers, count), key=lambda big: loss(some, some.always(big)))
+
+
+def tell_fixed(one: Measured, big: Tensor, shares: dict[str, float], whole: Tensor) -> None:
+    level = {name: float(on) for name, on in zip(shares, big, strict=True)}
+    words = "the best layers: " + ", ".join(str(i) for i, on in enumerate(big) if on)
+    tell(f"… {words if big.any() else 'all small'}", level, one.always(big), one, whole)
 
 
 def best_of_each(one: Measured, tokens: Tensor, choices: Tensor) -> Tensor:
