@@ -77,20 +77,20 @@ class Stream:
         (out,) = region.graph.find_nodes(op="output")
         return self.inside(index, x, [out.args[0][0]], dict.fromkeys(off, torch.zeros_like(x)))[0]
 
-    def weighed(
+    def changed(
         self,
         index: int,
         x: Tensor,
         sites: Sequence[tuple[Any, fx.Node, fx.Node]],
-        by: Callable[[Any, Tensor], Tensor],
+        change: Callable[[Any, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """The stream behind a layer of which some terms are multiplied. sites: in order, what to call a term by, the
-        node of the stream before it, and its own. by: makes of that and the stream there [n,T,E] the factor.
+        """The stream behind a layer of which some terms are others. sites: in order, what to call a term by, the node
+        of the stream before it, and its own. change: makes of that, the stream there [n,T,E] and the term the other.
         """
         known: dict[fx.Node, Tensor] = {}
         for site, before, node in sites:
             stream, value = self.inside(index, x, [before, node], known)
-            known[node] = value * by(site, stream)
+            known[node] = change(site, stream, value)
         region = self.calls[index].target
         assert isinstance(region, Region)
         (out,) = region.graph.find_nodes(op="output")

@@ -59,7 +59,7 @@ class Learns(Trained, Base, ABC):
     A router reads the stream [B,T,E] over the root of its mean square: the weights of a norm are left to the router's
     own. `accel-compile train` starts with `start` and runs the model softly: `soft` is what a branch, or the change of
     a whole layer, is multiplied by, and `price` what is added to the loss of the text, over the mean of all routers.
-    The model stays as it is.
+    Of a branch the rest to 1 goes to what is `instead` of it. The model stays as it is.
     """
 
     relies = Base.relies | {Invariant.FIXED_LAYERS}
@@ -80,6 +80,10 @@ class Learns(Trained, Base, ABC):
     @abstractmethod
     def soft(self, x: Tensor, progress: float, **router: Tensor) -> tuple[Tensor, Tensor]:
         """[B,T,1] or [B,T,E], and the mean of what costs []. progress: the share of the training that is over."""
+
+    def instead(self, x: Tensor, **router: Tensor) -> Tensor | None:
+        """What is added to the stream in place of a branch that is left out, [B,T,E]; nothing."""
+        return None
 
     @abstractmethod
     def price(self, mean: Tensor) -> Tensor:
@@ -166,7 +170,8 @@ class Reads(Pass):
 class Routed(Learns, ABC):
     """Each token takes a branch, or leaves it out, by the stream before it; keys and values are those of all tokens. So
     a token's choice depends on no other, in a prompt, in a batch and alone. A branch runs where one token of the call
-    takes it; to the streams of others it adds nothing.
+    takes it; to the streams of others it adds nothing, or what is `instead` of it. A branch that the caller's plan
+    leaves out adds nothing to any.
     """
 
     @property
@@ -223,7 +228,9 @@ def route(
     router: Mapping[str, Tensor],
     limit: fx.Node,
 ) -> None:
-    """x + if(flag, f(x), 0)  ->  x + where(takes(x), if(flag and any(takes(x)), f(x), 0), 0), within a layer."""
+    """x + if(flag, f(x), 0)  ->  x + where(takes(x), if(flag and any(takes(x)), f(x), 0), instead(x)), within a layer;
+    where the flag is not set, instead(x) is 0, too.
+    """
     region = call.target
     assert isinstance(region, Region)
     most = holders(region.graph, call, [limit])[limit]
@@ -248,15 +255,20 @@ def route(
             editor, site.name, takes, before, most, *given, key=("takes", method, names)
         )
         some = editor.call(aten.any.default, taken)
-        inner.update_arg(0, editor.call(aten.logical_and.default, inner.args[0], some))
+        flag = inner.args[0]
+        assert isinstance(flag, fx.Node)
+        inner.update_arg(0, editor.call(aten.logical_and.default, flag, some))
     with region.graph.inserting_before(value.next):
 
-        def added(taken: Tensor, value: Tensor, x: Tensor, *values: Tensor) -> Tensor:
-            by = method.scale(unit(x), **dict(zip(names, values, strict=True)))
+        def added(taken: Tensor, value: Tensor, flag: Tensor, x: Tensor, *values: Tensor) -> Tensor:
+            read, tensors = unit(x), dict(zip(names, values, strict=True))
+            by, other = method.scale(read, **tensors), method.instead(read, **tensors)
             scaled = value if by is None else value * by.to(value.dtype)
-            return torch.where(taken[..., None], scaled, torch.zeros_like(scaled))
+            rest = torch.zeros_like(scaled)
+            if other is not None:
+                rest = torch.where(flag, other.to(value.dtype), rest)
+            return torch.where(taken[..., None], scaled, rest)
 
-        out: Any = trace(
-            editor, site.name, added, taken, value, before, *given, key=("added", method, names)
-        )
+        operands = (taken, value, flag, before, *given)
+        out: Any = trace(editor, site.name, added, *operands, key=("added", method, names))
     value.replace_all_uses_with(out, delete_user_cb=users.__contains__)

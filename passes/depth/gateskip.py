@@ -78,18 +78,18 @@ class GateSkip(Routed):
         """The parts, each gate with its limit `least`: of the text's tokens, which have left out branches before."""
         least: dict[str, Tensor] = {}
 
-        def gated(site: Branch, before: Tensor) -> Tensor:
+        def gated(site: Branch, before: Tensor, value: Tensor) -> Tensor:
             by = self.gate(unit(before), **of_target(parts[site.layer], site.target))
             important = by.mean(-1)
             least[site.name] = torch.quantile(important, self.ratio)
-            return by * (important > least[site.name])[..., None]
+            return value * (by * (important > least[site.name])[..., None])
 
         if self.ratio:
             with torch.no_grad():
                 stream = Stream(program, calls, torch.cat(list(sample(program))))
                 x = stream.start
                 for index, here in enumerate(sites):
-                    x = stream.weighed(index, x, [(s, s.before, s.term.value) for s in here], gated)
+                    x = stream.changed(index, x, [(s, s.before, s.term.value) for s in here], gated)
         return {
             layer: part
             | {f"{t}.least": least.get(f"{t}.{layer}", torch.tensor(-1.0)) for t in TARGETS}

@@ -2,18 +2,24 @@
 
     python tools/bench/bench_routers.py mod gateskip first-router
     python tools/bench/bench_routers.py gateskip --part FILE --ratio 0.1
+    python tools/bench/bench_routers.py duo-llm --oracle 96
 
 On the bundled model and held-out Python: the loss of a token, how often its likeliest next one is the whole model's,
 and the share of what has a router that runs. `by chance`: each token (of `first-router`, each row) draws, with one
 share in all layers; `as much of each`: with the share that each layer or branch has by its router; medians of three
 draws. `first-router` reads the first half of a row as its prompt, and the second half is measured; of the others all of
-it. `gates alone`: `gateskip` where nothing is left out.
+it. `gates alone`: `gateskip` where nothing is left out. Of `duo-llm`, `nothing in place`: tokens that do not take the
+big MLP have none; `the best layers`: for all tokens big are those, as many as the router takes in the mean, rounded
+down and up, that are best on two of the rows to calibrate on; `--oracle N`: as many layers, the best for each of N
+tokens of one row, each with the cache of those chosen before.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +61,7 @@ class Measured:
     def __init__(self, soft: SoftLayers, method: Learns, tokens: Tensor):
         self.soft, self.method, self.tokens = soft, method, tokens
         self.parts = soft.program.parts[method.key]
+        self.instead = True
         self.half = tokens.shape[1] // 2 if not isinstance(method, Routed) else 0
 
     def stream(self) -> Stream:
@@ -76,6 +83,15 @@ class Measured:
 
         return self._run(choose, shares)
 
+    def fixed(self, big: Tensor) -> Tensor:
+        """Logits where of each row and token the layers big [n,T,L] run."""
+        number = {s.name: s.layer for sites in self.soft.sites for s in sites}
+        return self._run(lambda site, _: big[:, :, number[site]], {})
+
+    def always(self, big: Tensor) -> Tensor:
+        """Logits where of all tokens the layers big [L] run."""
+        return self.fixed(big.expand(*self.tokens.shape, -1))
+
     def _run(self, choose: Choose, shares: dict[str, float], plain: bool = False) -> Tensor:
         stream = self.stream()
         x = stream.start
@@ -85,14 +101,16 @@ class Measured:
                 x = stream.layer(index, x)
             elif isinstance(method, Routed):
 
-                def by(site: Branch, before: Tensor) -> Tensor:
-                    router = of_target(self.parts[site.layer], site.target)
-                    taken = ~(method.spare(unit(before), **router) > method.limit)
-                    scale = method.scale(unit(before), **router)
-                    kept = choose(site.name, taken)[..., None].float()
-                    return kept if scale is None else kept * scale
+                def change(site: Branch, before: Tensor, value: Tensor) -> Tensor:
+                    router, read = of_target(self.parts[site.layer], site.target), unit(before)
+                    taken = ~(method.spare(read, **router) > method.limit)
+                    scale = method.scale(read, **router)
+                    other = method.instead(read, **router) if self.instead else None
+                    kept = choose(site.name, taken)[..., None]
+                    scaled = value if scale is None else value * scale
+                    return torch.where(kept, scaled, torch.zeros(()) if other is None else other)
 
-                x = stream.weighed(index, x, [(s, s.before, s.term.value) for s in sites], by)
+                x = stream.changed(index, x, [(s, s.before, s.term.value) for s in sites], change)
             else:
                 after = stream.layer(index, x)
                 router = of_target(self.parts[index], "layer")
@@ -109,6 +127,7 @@ def main(
     methods: list[str],
     part: Annotated[Path | None, typer.Option(help="By default the bundled one.")] = None,
     ratio: Annotated[float | None, typer.Option(help="Of gateskip.")] = None,
+    oracle: Annotated[int, typer.Option(help="Tokens, of duo-llm.")] = 0,
 ) -> None:
     torch.set_num_threads(1)
     quiet: Any = lambda *_: None  # noqa: E731
@@ -142,9 +161,66 @@ def main(
                 drawn = [one.run(some, torch.Generator().manual_seed(s)) for s in range(DRAWS)]
                 middle = sorted(drawn, key=lambda logits: loss(one, logits))[DRAWS // 2]
                 tell(words, some, middle, one, whole)
+            if name == "duo-llm":
+                duo(one, read, shares, whole, oracle)
             if name == "gateskip":
                 open_ = dict.fromkeys(shares, 2.0)
                 tell("… gates alone", open_, one.run(open_, torch.Generator()), one, whole)
+
+
+def duo(one: Measured, read: Tensor, shares: dict[str, float], whole: Tensor, oracle: int) -> None:
+    """What is said of duo-llm alone."""
+    one.instead, alone = False, dict(shares)
+    tell("… nothing in place", alone, one.run(alone), one, whole)
+    one.instead = True
+    total = sum(shares.values())
+    for count in (0, math.floor(total), math.ceil(total)):
+        best = best_for_all(one, read, len(shares), count)
+        tell_fixed(one, best, shares, whole)
+    if oracle:
+        few = Measured(one.soft, one.method, one.tokens[:1, : oracle + 1])
+        every = few.base()
+        choices = patterns(len(shares), round(total))
+        level = dict.fromkeys(shares, round(total) / len(shares))
+        tell(
+            f"an oracle, {oracle} tokens", level, best_of_each(one, few.tokens, choices), few, every
+        )
+        tell("… the whole model", {}, every, few, every)
+        tell_fixed(few, best_for_all(one, read, len(shares), round(total)), shares, every)
+        routed: dict[str, float] = {}
+        logits = few.run(routed)
+        tell(f"… `{one.method.key}`", routed, logits, few, every)
+
+
+def patterns(layers: int, count: int) -> Tensor:
+    """All choices of so many layers, bools [N,L]."""
+    chosen = torch.tensor(list(combinations(range(layers), count)), dtype=torch.int64)
+    found: Tensor = F.one_hot(chosen, layers).sum(1) > 0
+    return found
+
+
+def best_for_all(one: Measured, read: Tensor, layers: int, count: int) -> Tensor:
+    """So many layers [L] with which two rows of a text have the least loss."""
+    some = Measured(one.soft, one.method, read[:2])
+    return min(patterns(layers, count), key=lambda big: loss(some, some.always(big)))
+
+
+def tell_fixed(one: Measured, big: Tensor, shares: dict[str, float], whole: Tensor) -> None:
+    level = {name: float(on) for name, on in zip(shares, big, strict=True)}
+    words = "the best layers: " + ", ".join(str(i) for i, on in enumerate(big) if on)
+    tell(f"… {words if big.any() else 'all small'}", level, one.always(big), one, whole)
+
+
+def best_of_each(one: Measured, tokens: Tensor, choices: Tensor) -> Tensor:
+    """Logits [1,T,V] of one row: for each token that of choices [N,L] by which the next is likeliest."""
+    chosen, found = choices[:, None][:, :0], []
+    for place in range(tokens.shape[1] - 1):
+        rows = Measured(one.soft, one.method, tokens[:, : place + 1].expand(len(choices), -1))
+        logits = rows.fixed(torch.cat((chosen, choices[:, None]), 1))[:, -1].float()
+        best = int(logits.log_softmax(-1)[:, tokens[0, place + 1]].argmax())
+        chosen = torch.cat((chosen, choices[best].expand(len(choices), 1, -1)), 1)
+        found.append(logits[best])
+    return torch.stack([*found, found[-1]])[None]
 
 
 def loss(one: Measured, logits: Tensor) -> float:

@@ -61,14 +61,16 @@ class SoftLayers(Layered):
         """The stream behind a layer, of x before it, each branch weighed by its router."""
         costs = []
 
-        def by(site: Branch, before: Tensor) -> Tensor:
-            found: Tensor
-            found, cost = self.method.soft(unit(before), progress, **of_target(part, site.target))
+        def weighed(site: Branch, before: Tensor, value: Tensor) -> Tensor:
+            router, read = of_target(part, site.target), unit(before)
+            by, cost = self.method.soft(read, progress, **router)
             costs.append(cost)
+            other = self.method.instead(read, **router)
+            found: Tensor = value * by if other is None else value * by + other * (1 - by)
             return found
 
         sites = [(s, s.before, s.term.value) for s in self.sites[index]]
-        return stream.weighed(index, x, sites, by), costs
+        return stream.changed(index, x, sites, weighed), costs
 
 
 class RoutersRun(Run):
@@ -87,7 +89,9 @@ class RoutersRun(Run):
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1], of which tokens with weight `known` [B,T] can be predicted."""
         tokens, target = ids[:, :-1], ids[:, 1:]
-        logits, mean = self.soft.logits(tokens, self.parts, min(1.0, self.progress))
+        with torch.random.fork_rng(devices=[]):  # of what `soft` draws
+            torch.manual_seed(self.options.seed * 1_000_003 + self.step)
+            logits, mean = self.soft.logits(tokens, self.parts, min(1.0, self.progress))
         wrong = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
         text = (wrong * known.flatten()).sum() / known.sum().clamp(min=1)
         self.descend(text + self.options.pressure * self.soft.method.price(mean))
