@@ -151,6 +151,7 @@ def test_what_is_sure_may_know_the_token_before(tmp_path, target, more, with_mar
     torch.testing.assert_close(found, want)
 
 
+@pytest.mark.long
 def test_a_head_without_confidence(tmp_path, target):
     """It is not asked, whatever the threshold, and reads no hidden state where it goes by the token before alone."""
     module, folder = target
