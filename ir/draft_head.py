@@ -11,6 +11,11 @@ TAPS = "taps"  # its input [B,T,F]
 FEATURES = "features"  # its output [B,T,W]
 TAP_ROWS = "tap_rows.weight"  # the table that stands in for taps in a head's module
 
+MARKOV = "markov"  # the entry that says what the token before changes in a block
+HIDDEN, STATE = "hidden", "state"  # its inputs [B,T,H] and [B,T,S]
+BIAS, CONFIDENCE, NEXT_STATE = "bias", "confidence", "next_state"  # its outputs [B,T,V|1|S]
+HIDDEN_ROWS, STATE_ROWS = "hidden_rows.weight", "state_rows.weight"  # as `TAP_ROWS`, for them
+
 
 @dataclass(frozen=True)
 class DraftHead:
@@ -25,7 +30,10 @@ class DraftHead:
     block: tokens of a block, the last of the text and masks (the token `mask`), which one call drafts; 0: none. Slot t
     of such a head holds the features of token t, a block's tokens have none, and nothing lies behind logits. causal:
     the layers where a token of a block sees those before it alone; in others all of a block see each other. anchored: a
-    block's tokens say each the next one, the first too; else each mask says its own.
+    block's tokens say each the next one, the first too; else each mask says its own. markov: what they say changes by
+    the token before, which the entry `markov` reads, one of a block after the other. hidden: numbers behind the logits
+    of a block's token, which are read with the next one: by `markov`, or else by the next block. state: numbers that
+    `markov` hands from one to the next. confident: it says how sure a token is.
 
     parallel: how many tokens one call drafts, the first from the features of the last token, the others in slots behind
     it that hold the token `mask`; 0: not so.
@@ -48,6 +56,10 @@ class DraftHead:
     mask: int = 0
     causal: tuple[int, ...] = ()
     anchored: bool = False
+    markov: bool = False
+    hidden: int = 0
+    state: int = 0
+    confident: bool = False
     parallel: int = 0
     independent: int = 0
     reads: int = 0
@@ -56,10 +68,10 @@ class DraftHead:
         """How many numbers a step gives behind a token's logits."""
         if self.independent:
             return vocab_size * (self.independent - 1)
-        return 0 if self.block else self.width - self.reads
+        return self.hidden if self.block else self.width - self.reads
 
     def vocabulary_of(self, width: int) -> int:
         """How many tokens the head drafts where a step gives so many numbers."""
         if self.independent:
             return width // self.independent
-        return width if self.block else width - self.behind(width)
+        return width - self.behind(width)

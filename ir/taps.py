@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 EMBEDS = "stream.embeds"  # before the first layer
 FINAL = "final"  # before the output head, behind the last norm
 
@@ -19,3 +21,19 @@ def keys(layer: int) -> str:
 def values(layer: int) -> str:
     """The values, likewise."""
     return f"values.{layer}"
+
+
+def last_keys(window: bool) -> str:
+    """The keys of the last layer that has some of its own, of those with or without a window."""
+    return f"keys.last.{'sliding' if window else 'full'}"
+
+
+def last_values(window: bool) -> str:
+    """The values, likewise."""
+    return f"values.last.{'sliding' if window else 'full'}"
+
+
+def last_own(windows: Sequence[int], shares: Sequence[int | None], window: bool) -> int | None:
+    """Which layer that is, by the window of each (0: none) and the layer whose keys each reads; None: there is none."""
+    found = [i for i, one in enumerate(windows) if bool(one) == window and shares[i] is None]
+    return found[-1] if found else None

@@ -63,31 +63,30 @@ def written(folder, config, tensors):
 
 
 @torch.no_grad()
-def block_logits(
-    module,
-    t,
-    text,
-    size=BLOCK,
-    off=0,
-    first=0,
-    windows=(0, 0),
-    causal=(),
-    scales=(1.0, 1.0, 0.0),
-    skip=1,
-):
-    """What a head says of the tokens of a block behind a text [size-skip,Vd], by the formulas of the authors. windows:
-    tokens that each layer sees, 0: all. causal: the layers where a token of a block sees none behind it. scales: of
-    embeddings and of logits, and their cap. The controls: taps of layers `off` further, positions of the block `first`
-    further. skip: tokens of a block that say nothing.
+def block_logits(module, t, text, scales=(1.0, 1.0, 0.0), skip=1, **more):
+    """What a head says of the tokens of a block behind a text [size-skip,Vd], by the formulas of the authors. scales:
+    of embeddings and of logits, and their cap. skip: tokens of a block that say nothing. The rest as of `block_hidden`.
+    """
+    x = block_hidden(module, t, text, scale=scales[0], **more)
+    head = t.get("lm_head.weight", module.get_output_embeddings().weight)
+    logits = (x[skip:] @ head.T) * scales[1]
+    return (logits / scales[2]).tanh() * scales[2] if scales[2] else logits
+
+
+@torch.no_grad()
+def block_hidden(module, t, text, size=BLOCK, off=0, first=0, windows=(0, 0), causal=(), scale=1.0):
+    """The hidden states of a block's tokens [size,H], as its output head reads them. windows: tokens that each layer
+    sees, 0: all. causal: the layers where a token of a block sees none behind it. scale: of embeddings. The controls:
+    taps of layers `off` further, positions of the block `first` further.
     """
     states = module(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-    embedding = module.get_input_embeddings().weight
+    embedding = t.get("embed_tokens.weight", module.get_input_embeddings().weight)
 
     def norm(x, name):
         return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * t[f"{name}.weight"]
 
     c = norm(torch.cat([states[k + 1 + off][0] for k in IDS], -1) @ t["fc.weight"].T, "hidden_norm")
-    x = embedding[torch.tensor([text[-1]] + [MASK] * (size - 1))] * scales[0]
+    x = embedding[torch.tensor([text[-1]] + [MASK] * (size - 1))] * scale
     n = len(c)
     places = torch.cat([torch.arange(n), torch.arange(n, n + size) + first])
 
@@ -120,9 +119,7 @@ def block_logits(
         z = norm(x, p + "post_attention_layernorm")
         up = F.silu(z @ t[p + "mlp.gate_proj.weight"].T) * (z @ t[p + "mlp.up_proj.weight"].T)
         x = x + up @ t[p + "mlp.down_proj.weight"].T
-    head = t.get("lm_head.weight", module.get_output_embeddings().weight)
-    logits = (norm(x, "norm")[skip:] @ head.T) * scales[1]
-    return (logits / scales[2]).tanh() * scales[2] if scales[2] else logits
+    return norm(x, "norm")
 
 
 def block(module, t, text, count, **more):

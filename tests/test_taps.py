@@ -6,9 +6,11 @@ import models
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import accel
 from accel.compiler.over_state import over_state
+from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError
 from accel.ir.taps import EMBEDS, FINAL, keys, stream, values
@@ -72,6 +74,18 @@ def test_each_is_what_transformers_gives(monkeypatch, name, target):
         np.testing.assert_allclose(more.extra[FINAL][row, 0], last, atol=2e-5, rtol=2e-4)
         other = published(module, ids)[stream(0)]
         assert np.abs(whole.extra[stream(1)][row, :count] - other.numpy()).max() > 1e-2
+
+
+def test_the_norm_lies_behind_what_scales_the_last_layer(monkeypatch):
+    """Gemma 4 multiplies what a layer gives by a number."""
+    found = small_config(
+        "gemma4_text", **{f"{n}_size_per_layer_input": 0 for n in ("hidden", "vocab")}
+    )
+    module = randomise(AutoModelForCausalLM.from_config(found), "scaled").eval()
+    module.get_decoder().layers[-1].layer_scalar.fill_(0.7)
+    with build(monkeypatch, module, "eager", (FINAL,)) as made, made.session(1) as session:
+        found = session.step(TOKENS[:1], want=[FINAL]).extra[FINAL][0]
+    np.testing.assert_allclose(found, published(module, TOKENS[0].tolist())[FINAL], atol=2e-5)
 
 
 @pytest.mark.few(1)

@@ -69,8 +69,9 @@ class Steps:
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="What drafts for the model: the folder of a published head (EAGLE-3, in its authors' layout or "
-            "speculators'), or a smaller model.",
+            help="What drafts for the model: the folder of a published head (EAGLE, DFlash, DSpark or Medusa, in its "
+            "authors' layout or that of speculators; speculators' MTP; Gemma 4's assistant), or a smaller model: a "
+            "directory, a GGUF file or an artifact.",
         ),
     ] = None
     merge_adapter: options.MergeAdapter = None

@@ -240,7 +240,11 @@ def _source(plan: Plan, path: Path, target: Facts, output_head: Stored | None = 
     if (path / MANIFEST).is_file():
         return open_source(path)
     caches = tuple((layer.num_kv_heads, layer.head_dim) for layer in target.layers)
-    return head_at(path, use, Target(target.num_layers, output_head, caches)) or open_source(path)
+    windows, shares = (
+        tuple(getattr(one, n) for one in target.layers) for n in ("window", "shares")
+    )
+    told = Target(target.num_layers, output_head, caches, windows, shares)
+    return head_at(path, use, told) or open_source(path)
 
 
 def check_rewind(model: CompiledModel, plan: Plan) -> None:

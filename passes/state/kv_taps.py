@@ -15,7 +15,7 @@ from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program
 from accel.ir.region import sizes
 from accel.ir.state import Part
-from accel.ir.taps import keys, values
+from accel.ir.taps import keys, last_keys, last_own, last_values, values
 from accel.passes import Pass, Report
 from accel.passes.state.cache import Cache
 
@@ -42,14 +42,27 @@ class KvTaps(Pass):
         layers = len(program.facts.layers)
         for reader in self.readers:
             for name in reader.taps(layers):
-                layer = next((i for i in range(layers) if name in (keys(i), values(i))), None)
+                layer, part = _place(program, name)
                 if layer is None or name in outputs:
                     continue
-                part = Part.KEYS if name == keys(layer) else Part.VALUES
                 outputs[name] = _beside(program, reader, layer, part)
                 count += 1
         program.step.set_outputs(outputs)
         return Report(changed=count)
+
+
+def _place(program: Program, name: str) -> tuple[int | None, Part]:
+    """The layer of a name, and what of it; None: it is of another output, or of no layer."""
+    facts = program.facts.layers
+    for i in range(len(facts)):
+        if name in (keys(i), values(i)):
+            return i, Part.KEYS if name == keys(i) else Part.VALUES
+    windows, shares = [one.window for one in facts], [one.shares for one in facts]
+    for window in (False, True):
+        if name in (last_keys(window), last_values(window)):
+            part = Part.KEYS if name == last_keys(window) else Part.VALUES
+            return last_own(windows, shares, window), part
+    return None, Part.KEYS
 
 
 def _beside(program: Program, reader: Method, layer: int, part: Part) -> fx.Node:

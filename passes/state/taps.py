@@ -72,18 +72,36 @@ def _values(program: Program, reader: Method) -> dict[str, fx.Node]:
 
 
 def _normed(program: Program, value: fx.Node) -> fx.Node:
-    """The norm in front of the output head, of all tokens: rows are chosen behind it then."""
+    """The norm in front of the output head, of all tokens: rows are chosen behind it then, and behind what scales the
+    last layer's output before it.
+    """
     graph = program.step.graph
     (chosen,) = (n for n in value.users if n.target is take_rows.default)
-    norms = [n for n in chosen.users if n.target in _NORMS and n.args[0] is chosen]
-    if len(norms) != 1 or len(chosen.users) != 1:
+    chain = _to_norm(chosen)
+    if not chain:
         return value
-    (norm,) = norms
-    rows = chosen.args[1]
-    norm.replace_input_with(chosen, value)
+    editor, rows, norm = Editor(program, graph), chosen.args[1], chain[-1]
+    chain[0].replace_input_with(chosen, value)
+    for node in chain:
+        node.meta["val"] = editor.value(node)
     with graph.inserting_after(norm):
-        taken = Editor(program, graph).call(take_rows.default, norm, rows)
-    norm.meta["val"] = Editor(program, graph).value(norm)
+        taken = editor.call(take_rows.default, norm, rows)
     norm.replace_all_uses_with(taken, delete_user_cb=lambda user: user is not taken)
     graph.erase_node(chosen)
     return norm
+
+
+def _to_norm(node: fx.Node) -> list[fx.Node]:
+    """What is computed of a value alone up to a norm; none where something else is."""
+    chain = list[fx.Node]()
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.args[0] is not node or user.target not in (*_NORMS, aten.mul.Tensor):
+            break
+        chain.append(user)
+        if user.target in _NORMS:
+            return chain
+        if not isinstance(user.args[1], fx.Node) or user.args[1].op != "get_attr":
+            break
+        node = user
+    return []

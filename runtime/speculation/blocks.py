@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from accel.ir.draft_head import FEATURES, FUSE, TAPS, DraftHead
 from accel.runtime.call import Logits
@@ -41,7 +42,7 @@ class BlockFollower(Follower):
         return min(self._head.block, self._session.max_context - size + 1)
 
     def draft(self, rows: Mapping[int, Ints], most: int) -> Logits:
-        """The logits [B,n,V] of the first `most` tokens of a block behind rows of tokens [n]."""
+        """The logits [B,n,V] of the first `most` tokens of a block behind rows of tokens [n], and what lies behind."""
         session, head = self._session, self._head
         self._read(rows)
         counts = np.zeros(session.batch, np.int64)
@@ -52,8 +53,9 @@ class BlockFollower(Follower):
         tree = np.tile(np.eye(width, dtype=np.bool_), (counts.size, 1, 1))
         for i, ids in rows.items():
             tokens[i, 0], tree[i, : counts[i], : counts[i]] = ids[-1], True
-        e = self._target.embed(tokens)
-        embeds = np.concatenate([e, np.zeros((*tokens.shape, head.width), np.float32)], axis=2)
+        embeds = np.zeros((*tokens.shape, head.embedding + head.width), np.float32)
+        if head.embedding:
+            embeds[:, :, : head.embedding] = self._target.embed(tokens)
         columns = np.tile(self._first + np.arange(most), (counts.size, 1))
         places = session.lengths[:, None] + np.arange(width)
         return session.guess(tokens, tree, counts, columns, places, embeds=embeds)
@@ -69,12 +71,18 @@ class BlockFollower(Follower):
         embeds = np.zeros((counts.size, int(counts.max()), head.embedding + head.width), np.float32)
         for i in np.flatnonzero(counts).tolist():
             stop = int(start[i] + counts[i])
-            taps = self._taps.of(i, int(start[i]), stop)
-            fused = session.entry(FUSE, {TAPS: taps[None]})[FEATURES][0]
-            embeds[i, : counts[i], head.embedding :] = fused
+            embeds[i, : counts[i], head.embedding :] = self._features(i, int(start[i]), stop)
         tokens = np.zeros(embeds.shape[:2], np.int64)
         lengths = None if (counts == tokens.shape[1]).all() else counts
         session.run(tokens, lengths, embeds=embeds)
+
+    def _features(self, row: int, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """Those of tokens of the target [n,W]."""
+        taps = self._taps.of(row, start, stop)
+        if not self._head.fused:
+            return taps
+        found: npt.NDArray[np.float32] = self._session.entry(FUSE, {TAPS: taps[None]})[FEATURES][0]
+        return found
 
     def join(self, other: Any) -> None:
         super().join(other)

@@ -29,6 +29,7 @@ class DFlashConfig:
     each as wide as a layer. block: tokens of a block, the first of which is text; mask: what the others hold. causal:
     the layers where a token of a block sees none behind it. anchored: each token of a block says the next one.
     own_head: it has an output head, of `draft_vocabulary` tokens (None: all), else it is given the target's.
+    own_embedding: it has an embedding, else calls give the target's.
     """
 
     layers: Any
@@ -40,6 +41,7 @@ class DFlashConfig:
     own_head: bool = False
     draft_vocabulary: int | None = None
     scales: Scales = Scales()
+    own_embedding: bool = False
 
     @property
     def head(self) -> DraftHead:
@@ -50,7 +52,7 @@ class DFlashConfig:
             self.taps,
             width + 1,
             width * len(self.taps),
-            width,
+            0 if self.own_embedding else width,
             block=self.block,
             mask=self.mask,
             causal=self.causal,
@@ -75,7 +77,8 @@ class DFlash(nn.Module):
         self.heads = layers.num_attention_heads, layers.num_key_value_heads
         sliding = [kind == "sliding_attention" for kind in layers.layer_types]
         self.windows = [layers.sliding_window if one else 0 for one in sliding]
-        self.stand_ins = StandIns(self.draft_head, width)
+        self.embed_tokens = nn.Embedding(layers.vocab_size, width) if c.own_embedding else None
+        self.stand_ins = StandIns(self.draft_head, self.draft_head.embedding)
         self.fc = nn.Linear(width * len(c.taps), width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, layers.rms_norm_eps)
         self.words = OwnVocabulary(layers.vocab_size, c.draft_vocabulary)
@@ -89,7 +92,13 @@ class DFlash(nn.Module):
         return torch.cat([c, one], dim=-1)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.said(self.last(tokens, positions))
+
+    def last(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The hidden states [B,T,H] that the output head reads."""
         x, h = self.stand_ins(tokens, self.fuse)
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(tokens)
         text, c = h[..., -1:] > 0.5, h[..., :-1]
         if self.scales.embedding != 1:
             x = x * self.scales.embedding
@@ -98,9 +107,10 @@ class DFlash(nn.Module):
             source = torch.where(text, c, layer.input_layernorm(x))
             x = x + self._attention(layer, x, source, turns, window)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self._words(self.norm(x))
+        out: Tensor = self.norm(x)
+        return out
 
-    def _words(self, x: Tensor) -> Tensor:
+    def said(self, x: Tensor) -> Tensor:
         """The logits [B,T,V] of the last hidden states."""
         logits: Tensor = self.lm_head(x)
         if self.scales.logits != 1:

@@ -130,7 +130,6 @@ def test_tokens_are_those_of_plain_decoding(tmp_path, target, target_name, tempe
             lambda t, c: c.update(architectures=["DFlash2DraftModel"]),
             "form .DFlash2DraftModel., and",
         ),
-        (lambda t, c: c.update(architectures=["Qwen3DSparkModel"]), "form .DSparkModel., and"),
         (lambda t, c: c.update(markov_rank=8), "later form .markov_rank = 8., and"),
         (lambda t, c: c.update(num_target_layers=5), "num_target_layers = 5, and the model has 4"),
         (lambda t, c: c.update(model_type="llama"), "layers are of model_type 'llama'"),

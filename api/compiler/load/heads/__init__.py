@@ -28,11 +28,14 @@ BINS = ("pytorch_model.bin", "medusa_lm_head.pt")
 class Target:
     """What a head is told of its target: how many layers it has, and where its output head [V,H] lies; None: it is not
     known, or no product with one matrix. caches: of each layer the KV heads and their size; 0 where nothing attends.
+    windows: the tokens that each sees; 0: all. shares: the layer before whose keys each reads; None: its own.
     """
 
     layers: int = 0
     output_head: Stored | None = None
     caches: tuple[tuple[int, int], ...] = ()
+    windows: tuple[int, ...] = ()
+    shares: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)

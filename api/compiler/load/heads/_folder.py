@@ -41,8 +41,8 @@ class HeadFolder(Source):
         """Raises CaptureError where it is of no head."""
         if (found := format_of(self.path, self.json, self.method)) is None:
             raise CaptureError(
-                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE, DFlash or "
-                "Medusa head, or of speculators' format"
+                f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE, DFlash, "
+                "DSpark or Medusa head, or of speculators' format"
             )
         return found
 
