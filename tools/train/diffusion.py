@@ -21,7 +21,7 @@ import random
 import shutil
 import signal
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -121,6 +121,9 @@ class Run:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0  # of this machine's processors on a processor; else as time passes
+    before: dict[str, Any] = field(
+        default_factory=dict
+    )  # what the run did whose model it began with
     stopping: bool = False
 
     told: ClassVar[str | None] = __doc__
@@ -179,6 +182,7 @@ class Run:
         state = {
             "shape": asdict(self.model.shape),
             "count": {"step": self.step, "tokens": self.tokens, "seconds": self.seconds},
+            "before": self.before,
             "model": self.model.state_dict(),
             "optimisers": [o.state_dict() for o in self.optimisers],
         }
@@ -188,6 +192,7 @@ class Run:
         self.step, self.tokens, self.seconds = (
             state["count"][name] for name in ("step", "tokens", "seconds")
         )
+        self.before = state["before"]
         self.model.load_state_dict(state["model"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
@@ -208,7 +213,10 @@ def prepare(
             layer.compile(dynamic=False)
     rows = kind.made_of(tokenizer, encode(tokenizer, sources()[0]), seed)
     half = device != "cpu" or faster_in_half()
-    return kind(folder, rows, model, minutes, half, torch.device(device))
+    run = kind(folder, rows, model, minutes, half, torch.device(device))
+    if begin != REFERENCE:
+        run.before = json.loads((begin / "training.json").read_text(encoding="utf-8"))["trained"]
+    return run
 
 
 def train_step(run: Run) -> float:
@@ -272,7 +280,13 @@ def export(kind: type[Run], folder: Path, out: Path) -> None:
         "config.json": json.dumps({**reference_export.config(shape), **kind.fills}, indent=2)
         + "\n",
         "training.json": reference_export.compact(
-            {"trained": state["count"], "rows": list(LENGTHS), **kind.fills}, folder / "log.jsonl"
+            {
+                "trained": state["count"],
+                "before": state["before"],
+                "rows": list(LENGTHS),
+                **kind.fills,
+            },
+            folder / "log.jsonl",
         ),
     }
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

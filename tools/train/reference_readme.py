@@ -94,11 +94,14 @@ of the rows are the tasks of `tasks.py`. `RUN/corpus.json` lists the packages an
 the mask, and the logits of a token say what follows it (`logit_shift`, as in Dream). It began with
 the weights above.
 
-    python tools/train/diffusion.py --out RUN
+    python tools/train/diffusion.py --out RUN --device cuda
     python tools/train/diffusion.py --out RUN --export
+    python tools/train/diffusion.py --out MORE --begin api/reference/diffusion --minutes 50 --threads 1 --seed 7
+    python tools/train/diffusion.py --out MORE --export
 
-It read {filled_tokens:.2f} M tokens in {filled_seconds} s, in rows of {shortest} to {longest} (the tasks above, one
-with answers of up to 144 tokens, `tasks.rest`, and a little code): prompt and answer should be no longer together.
+It read {before_tokens:.2f} M tokens in {before_seconds} s of a GPU, then {filled_tokens:.2f} M in
+{filled_seconds} s of a processor's core, in rows of {shortest} to {longest} (the tasks above, one with answers of up to 144 tokens, `tasks.rest`, and a
+little code): prompt and answer should be no longer together.
 `diffusion/training.json` is its log. What it answers, and in how many calls, is in
 docs/figures/details/diffusion.md, by `python tools/bench/bench_diffusion.py`.
 
@@ -185,6 +188,8 @@ def readme(
         tokens=trained["tokens"] / 1e6,
         steps=trained["step"],
         seconds=round(trained["seconds"]),
+        before_tokens=diffusion["before"]["tokens"] / 1e6,
+        before_seconds=round(diffusion["before"]["seconds"]),
         filled_tokens=diffusion["trained"]["tokens"] / 1e6,
         filled_seconds=round(diffusion["trained"]["seconds"]),
         block_tokens=blocks["trained"]["tokens"] / 1e6,
