@@ -100,8 +100,8 @@ the weights above.
     python tools/train/diffusion.py --out MORE --export
 
 It read {before_tokens:.2f} M tokens in {before_seconds} s of a GPU, then {filled_tokens:.2f} M in
-{filled_seconds} s of a processor's core, in rows of {shortest} to {longest} (the tasks above, one with answers of up to 144 tokens, `tasks.rest`, and a
-little code): prompt and answer should be no longer together.
+{filled_seconds} s of a processor's core, in rows of {shortest} to {longest} (the tasks above, one with answers of
+up to 144 tokens, `tasks.rest`, and a little code): prompt and answer should be no longer together.
 `diffusion/training.json` is its log. What it answers, and in how many calls, is in
 docs/figures/details/diffusion.md, by `python tools/bench/bench_diffusion.py`.
 
