@@ -81,7 +81,7 @@ def arguments(words: list[str]) -> tuple[str, dict[str, Any]]:
         else:
             kind = Path if one.default is None else type(one.default)
             parser.add_argument(f"--{one.name}", type=kind)
-    for name, default in {f.name: f.default for t in tunings().values() for f in fields(t)}.items():  # type: ignore[arg-type]
+    for name, default in {f.name: f.default for t in tunings().values() for f in fields(t)}.items():
         parser.add_argument(f"--{name}", type=type(default))
     found = vars(parser.parse_args(words))
     return found.pop("method"), {n: v for n, v in found.items() if v is not None and v is not False}
