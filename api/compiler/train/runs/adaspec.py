@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accel.compiler.load.hub import model_folder
+from accel.compiler.load.source import open_source
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.distillspec import DistillRun, DistillSpec, TunedDraft
 from accel.compiler.train.source import Source
@@ -62,14 +63,14 @@ class SelectiveRun(DistillRun):
     ) -> tuple[Selective, TrainOptions]:
         """See DistillRun. Raises InputError where the reference has other tokens."""
         assert options.reference is not None
-        pair, options = super().opened(method, source, options)
         path = model_folder(options.reference)
-        reference = source.captured(path)
-        sizes = [program.facts.vocab_size for program in (reference, source.program)]
+        sizes = [open_source(folder).vocab_size for folder in (path, source.path)]
         if sizes[0] != sizes[1]:
             raise InputError(
                 f"{path} has {sizes[0]} tokens and {source.path} {sizes[1]}; give a reference that was tuned from it"
             )
+        pair, options = super().opened(method, source, options)
+        reference = source.captured(path)
         return Selective(**vars(pair), reference=Whole(reference)), options
 
     def chosen(self, losses: Tensor, p: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
