@@ -1,6 +1,6 @@
 """How near draft models are to the bundled model, on held-out text and in drafts that it checks.
 
-    python tools/bench/bench_tuned_drafts.py [DIR ...] [--windows 24] [--prompts 2] [--tokens 96]
+    python tools/bench/bench_tuned_drafts.py [DIR ...] [--windows 12] [--prompts 1] [--tokens 64]
 
 The bundled draft model comes first. Stands: the mean of sum min(p, q), the chance that a token drawn from the draft
 model is accepted. Drafts are of 5 tokens, without a guard, over the six kinds of prompts; tokens of a check: greedy,
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import turns
 import typer
 from tokenizers import Tokenizer
+from torch import Tensor
 
 import accel
 from accel.compiler.assemble import assemble
@@ -44,11 +44,13 @@ def whole(folder: Path) -> Whole:
     return Whole(Source(folder, None, None, lambda *_: None, print).program)
 
 
-def nearness(target: Whole, draft: Whole, rows: torch.Tensor) -> tuple[float, float]:
-    """How often a drawn token stands, and how often the two would choose the same, over rows [N,T]."""
+def nearness(said: list[Tensor], draft: Whole, rows: Tensor) -> tuple[float, float]:
+    """How often a drawn token stands, and how often the two would choose the same, over rows [N,T] of which the target
+    said [T,V].
+    """
     near, same = list[float](), list[float]()
-    for row in rows:
-        p, q = (model.logits(row[None])[0] for model in (target, draft))
+    for row, p in zip(rows, said, strict=True):
+        q = draft.logits(row[None])[0]
         near.append(float(stands(p, q).mean()))
         same.append(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
     return float(np.mean(near)), float(np.mean(same))
@@ -76,15 +78,16 @@ def checked(model: Any, temperature: float, count: int, tokens: int) -> tuple[fl
 
 def run(
     folders: Annotated[list[Path] | None, typer.Argument(metavar="DIR ...")] = None,
-    count: Annotated[int, typer.Option("--windows", min=1, help="Of held-out text.")] = 24,
-    each: Annotated[int, typer.Option("--prompts", min=1, help="Of each kind.")] = 2,
-    tokens: Annotated[int, typer.Option(min=2, help="New ones of each prompt.")] = 96,
+    count: Annotated[int, typer.Option("--windows", min=1, help="Of held-out text.")] = 12,
+    each: Annotated[int, typer.Option("--prompts", min=1, help="Of each kind.")] = 1,
+    tokens: Annotated[int, typer.Option(min=2, help="New ones of each prompt.")] = 64,
 ) -> None:
     """A line for each draft model."""
     tokenizer = Tokenizer.from_file(str(turns.REFERENCE / "tokenizer.json"))
     held = windows(tokenizer)
     rows = held[:: max(1, len(held) // count), :-1][:count]
     target = whole(turns.REFERENCE)
+    said = [target.logits(row[None])[0] for row in rows]
     turns.head(
         "draft model",
         "a drawn token stands",
@@ -95,7 +98,7 @@ def run(
         "drafted that stood",
     )
     for folder in [turns.REFERENCE / "draft", *(folders or [])]:
-        near, same = nearness(target, whole(folder), rows)
+        near, same = nearness(said, whole(folder), rows)
         with accel.optimize(str(turns.REFERENCE), RECIPE, draft=folder, verify=False) as model:
             found = [checked(model, heat, each, tokens) for heat in (0.0, 1.0)]
         cells = [f"{near:.1%}", f"{same:.1%}"]
