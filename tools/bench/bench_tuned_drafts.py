@@ -1,8 +1,8 @@
 """How near draft models are to the bundled model, on held-out text and in drafts that it checks.
 
-    python tools/bench/bench_tuned_drafts.py [DIR ...] [--windows 12] [--prompts 1] [--tokens 64]
+    python tools/bench/bench_tuned_drafts.py api/reference/draft [DIR ...] [--windows 12] [--prompts 1] [--tokens 64]
 
-The bundled draft model comes first. Stands: the mean of sum min(p, q), the chance that a token drawn from the draft
+Stands: the mean of sum min(p, q), the chance that a token drawn from the draft
 model is accepted. Drafts are of 5 tokens, without a guard, over the six kinds of prompts; tokens of a check: greedy,
 and at temperature 1. Counts, no times.
 """
@@ -77,7 +77,7 @@ def checked(model: Any, temperature: float, count: int, tokens: int) -> tuple[fl
 
 
 def run(
-    folders: Annotated[list[Path] | None, typer.Argument(metavar="DIR ...")] = None,
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR ...")],
     count: Annotated[int, typer.Option("--windows", min=1, help="Of held-out text.")] = 12,
     each: Annotated[int, typer.Option("--prompts", min=1, help="Of each kind.")] = 1,
     tokens: Annotated[int, typer.Option(min=2, help="New ones of each prompt.")] = 64,
@@ -97,7 +97,7 @@ def run(
         "tokens of a check, sampled",
         "drafted that stood",
     )
-    for folder in [turns.REFERENCE / "draft", *(folders or [])]:
+    for folder in folders:
         near, same = nearness(said, whole(folder), rows)
         with accel.optimize(str(turns.REFERENCE), RECIPE, draft=folder, verify=False) as model:
             found = [checked(model, heat, each, tokens) for heat in (0.0, 1.0)]
