@@ -2,8 +2,7 @@
 
     python tools/bench/bench_tuned_drafts.py api/reference/draft [DIR ...] [--windows 12] [--prompts 1] [--tokens 64]
 
-Stands: the mean of sum min(p, q), the chance that a token drawn from the draft
-model is accepted. Drafts are of 5 tokens, without a guard, over the six kinds of prompts; tokens of a check: greedy,
+Stands: the mean of sum min(p, q), the chance that a token drawn from the draft model is accepted. Drafts are of 5 tokens, without a guard, over the six kinds of prompts; tokens of a check: greedy,
 and at temperature 1. Counts, no times.
 """
 
