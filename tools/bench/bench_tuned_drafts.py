@@ -2,8 +2,9 @@
 
     python tools/bench/bench_tuned_drafts.py api/reference/draft [DIR ...] [--windows 12] [--prompts 1] [--tokens 64]
 
-Stands: the mean of sum min(p, q), the chance that a token drawn from the draft model is accepted. Drafts are of 5 tokens, without a guard, over the six kinds of prompts; tokens of a check: greedy,
-and at temperature 1. Counts, no times.
+Stands: the mean of sum min(p, q), the chance that a token drawn from the draft model is accepted. Drafts are of 5
+tokens, without a guard, over the six kinds of prompts; tokens of a check: greedy, and at temperature 1. Counts, no
+times.
 """
 
 from __future__ import annotations
