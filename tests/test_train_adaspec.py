@@ -1,5 +1,7 @@
 """Draft models that learn what they are most behind in: which tokens count, and where it is plain distillation."""
 
+import shutil
+
 import models
 import pytest
 import torch
@@ -151,12 +153,16 @@ def test_what_does_not_do_is_refused(tmp_path):
 
 def test_a_reference_stays_as_it_is(tmp_path):
     """It is read from its folder, and is another model than the one that learns."""
-    models.make("llama", 1).save_pretrained(tmp_path / "draft")
-    models.make("llama", 2).save_pretrained(tmp_path / "target")
-    quiet = (lambda *_: None,) * 2
-    source = Source(tmp_path / "draft", None, None, *quiet, rows)
+    folder, quiet = tmp_path / "draft", (lambda *_: None,) * 2
+    models.make("llama", 1).save_pretrained(folder)
+    shutil.copytree(folder, tmp_path / "target")
+    source = Source(folder, None, None, *quiet, rows)
+    target, captured = source.program.copy(), source.captured
+    name = "lm_head.weight"
+    target.params[name] = target.params[name].flip(0).contiguous()  # which is another model
+    source.captured = lambda path: captured(path) if path == folder else target
     options = TrainOptions(
-        target=tmp_path / "target", reference=tmp_path / "draft", length=12, rows=1, rate=1e-2
+        target=tmp_path / "target", reference=folder, length=12, rows=1, rate=1e-2
     )
     soft, options = SelectiveRun.opened(AdaSpec(), source, options)
     assert isinstance(soft.draft, Tuned) and isinstance(soft.reference, Whole)
