@@ -81,6 +81,54 @@ def test_a_file_is_a_kind(tmp_path, monkeypatch):
     kind.kinds.cache_clear()
 
 
+TUNING = """
+from dataclasses import dataclass
+
+from accel.compiler.train.kind import Kind, Made, Tuning
+from accel.ir.axis import option
+
+
+@dataclass(frozen=True)
+class Rote(Tuning):
+    share: float = option(0.5, least=0, most=1)
+
+    key = "rote"
+
+
+class RoteKind(Kind):
+    tunes, usual = Rote, {"rate": 3.0, "length": 7}
+
+    @classmethod
+    def takes(cls, method):
+        return method is Rote
+
+    @classmethod
+    def make(cls, method, source, options):
+        return Made(None, f"{method.share} {options.rate} {options.length}")
+"""
+
+
+def test_a_tuning_is_of_no_method(tiny, tmp_path, monkeypatch):
+    """Its options are its own, and some of the general ones are usual with it."""
+    import accel.compiler.train.runs as runs
+
+    (tmp_path / "rote_tuning.py").write_text(TUNING)
+    kind.kinds.cache_clear()
+    monkeypatch.setattr(runs, "__path__", [*runs.__path__, str(tmp_path)])
+    try:
+        assert "rote" in kind.tunings() and "rote" not in kind.trained_methods()
+        assert train("rote", tiny, {}).message == "0.5 3.0 7"
+        assert train("rote", tiny, {"share": 0.25, "length": 9}).message == "0.25 3.0 9"
+        with pytest.raises(accel.RecipeError, match=r"rote: share is 2; give 0 to 1"):
+            train("rote", tiny, {"share": 2})
+        with pytest.raises(InputError, match="trim-kv has no option share; leave share=… out"):
+            train("trim-kv", tiny, {"share": 0.25})
+        with pytest.raises(InputError, match="did you mean 'rote'"):
+            train("rode", tiny, {})
+    finally:
+        kind.kinds.cache_clear()
+
+
 def test_the_options_that_are_read_are_noted():
     @dataclass(frozen=True)
     class Method:

@@ -20,6 +20,7 @@ Examples:
   accel-compile train specdec-pp ./my-model --draft ./my-draft --text my-text.txt
   accel-compile train q-filter ./my-model.Q4_0.gguf --out filters.safetensors
   accel-compile train my-recipe.toml ./my-model
+  accel-compile train distillspec ./my-draft --target ./my-model --text my-text.txt --out ./my-tuned-draft
 """
 _DEFAULT = "Default: as for the bundled model's part."
 
@@ -45,6 +46,43 @@ class Sources:
     ] = None
     aux: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A smaller model, for kv-prediction.")
+    ] = None
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TARGET",
+            help="The model that a draft model is tuned to; MODEL is the draft model.",
+        ),
+    ] = None
+    reference: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A draft model tuned by distillspec, for adaspec."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a draft model is tuned."""
+
+    divergence: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="From the target: forward-kl, reverse-kl, jsd or tvd. Default: forward-kl.",
+        ),
+    ] = None
+    beta: Annotated[
+        float | None, typer.Option(metavar="X", help="The target's weight in jsd. Default: 0.5.")
+    ] = None
+    on_policy: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="Share of steps whose text the draft model draws. Default: 0."
+        ),
+    ] = None
+    keep: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Share of tokens that adaspec learns. Default: 0.4."),
     ] = None
 
 
@@ -95,8 +133,8 @@ def train(
         str,
         typer.Argument(
             metavar="METHOD",
-            help="A method with a trained part or a table (accel-compile recipes marks them), or a recipe file that "
-            "names one with its options.",
+            help="A method with a trained part or a table (accel-compile recipes marks them), a recipe file that "
+            "names one with its options, or a tuning of a draft model: distillspec, adaspec.",
         ),
     ],
     model: Annotated[
@@ -117,6 +155,7 @@ def train(
     ] = None,
     sources: Sources,
     effort: TrainingOptions,
+    tuning: Tuning,
     tokenizer: options.Tokenizer = None,
     trust_remote_code: options.TrustRemoteCode = False,
     download: options.Download = False,
@@ -125,12 +164,12 @@ def train(
 
     Builds find the part again by model and method; nothing has to be named. Statistics (tables) are measured in one
     reading of a text, and build --train makes them too. What is trained takes --minutes; Ctrl-C keeps what was
-    learnt, for --resume.
+    learnt, for --resume. A tuning writes a model of its own to --out, which build takes as --draft.
     """
     with extra("compile"):
         from accel.compiler.train.train import train as make
 
-    given: dict[str, Any] = {"out": out, **vars(sources), **vars(effort)}
+    given: dict[str, Any] = {"out": out, **vars(sources), **vars(effort), **vars(tuning)}
     with training("train") as (progress, say):
         made = make(
             method,

@@ -45,6 +45,9 @@ class Model(Base):
     different tokenizer it decodes greedily. "self": the model itself by another `recipe` (a name, or the path of a
     TOML file; by default `base`), over the same weights.
 
+    `accel-compile train distillspec` tunes it to its target (DistillSpec, arXiv:2310.08461), and `train adaspec` by the
+    tokens that it can still learn (AdaSPEC, arXiv:2510.19779).
+
     `weights`: the weight format of a Hugging Face directory, a method of the axis `weights` (empty:
     unchanged). With 8 bits
     nearly as many drafted tokens are accepted, at less memory and time; the output stays exact.

@@ -2,7 +2,8 @@
 
     python tools/train/part.py trim-kv --out trim-kv.safetensors --minutes 25 --length 256
 
-The options are those of `accel-compile train`, which makes parts for other models.
+The options are those of `accel-compile train`, which makes parts for other models. A tuning (`distillspec`) is of the
+bundled draft model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from accel.compiler.train.host import HostKind
-from accel.compiler.train.kind import kind_of, trained_methods
+from accel.compiler.train.kind import kind_of, trained_methods, tunings
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.train import train
 from accel.ir.errors import AccelError
@@ -61,7 +62,9 @@ def bundled_tasks(file: Path, count: int, longest: int, seed: int) -> Path:
 
 
 def model_of(method: str) -> Path:
-    """The bundled model that a method is for."""
+    """The bundled model that a method or a tuning is for."""
+    if method in tunings():
+        return REFERENCE / "draft"
     known = trained_methods()
     fills = method in known and getattr(known[method][1], "masked_diffusion", False)
     return REFERENCE / "diffusion" if fills else REFERENCE
@@ -78,6 +81,8 @@ def arguments(words: list[str]) -> tuple[str, dict[str, Any]]:
         else:
             kind = Path if one.default is None else type(one.default)
             parser.add_argument(f"--{one.name}", type=kind)
+    for name, default in {f.name: f.default for t in tunings().values() for f in fields(t)}.items():
+        parser.add_argument(f"--{name}", type=type(default))
     found = vars(parser.parse_args(words))
     return found.pop("method"), {n: v for n, v in found.items() if v is not None and v is not False}
 
@@ -87,6 +92,8 @@ def main(words: list[str]) -> None:
     one = trained_methods().get(method, ("", object))[1]
     if "draft" in getattr(one, "models", ()):
         given.setdefault("draft", REFERENCE / "draft")
+    if method in tunings():
+        given.setdefault("target", REFERENCE)
     with tempfile.TemporaryDirectory() as folder:
         kind = kind_of(one)
         if kind is not None and issubclass(kind, HostKind) and kind.asks:

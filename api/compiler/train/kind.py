@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,10 +26,22 @@ class Made:
     message: str
 
 
+class Tuning:
+    """A training that is of no method: a model learns itself, and a build is given what comes of it. A subclass is a
+    frozen dataclass whose fields are its options, which recipes do not name.
+    """
+
+    key: ClassVar[str]
+
+
 class Kind(ABC):
-    """How the file of some methods is made. `folder`: one that a build is given, in place of a file that it finds."""
+    """How the file of some methods is made. `folder`: one that a build is given, in place of a file that it finds.
+    `tunes`: the tuning that it is of, if it is of no method. `usual`: options that differ from the general ones.
+    """
 
     folder: ClassVar[bool] = False
+    tunes: ClassVar[type[Tuning] | None] = None
+    usual: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     @abstractmethod
@@ -75,3 +88,8 @@ def trained_methods() -> dict[str, tuple[str, type[Any]]]:
         for name in axis.names()
     )
     return {name: (axis, method) for name, axis, method in every if kind_of(method) is not None}
+
+
+def tunings() -> dict[str, type[Tuning]]:
+    """Every tuning, by name."""
+    return {one.key: one for kind in kinds() if (one := kind.tunes) is not None}

@@ -17,11 +17,12 @@ _POSITIVE = ("budget", "length", "rows", "samples", "inner", "minutes", "pressur
 class TrainOptions:
     """out: the file to write; none: the user's cache. text: what to learn from; none: accel's own. tasks: JSON
     lines, each a `prompt` and its `answer`, for what learns from what the model answers. draft, aux: the
-    folders of the draft model, for lengths, and of a smaller model, for kv-prediction. minutes: of learning, all
-    sessions. budget: tokens that a head should hold. pressure: the weight of what goes beyond it. length, rows: tokens
-    of a row, and rows of a step. samples: steps that a table is measured on. inner: the width of a gate or a head, or
-    the rank of a coprocessor's products. rate: of learning. threads: of the processor; 0: as
-    many as a model takes. resume: go on with a run that was left.
+    folders of the draft model, for lengths, and of a smaller model, for kv-prediction. target, reference: those of a
+    draft model's target, and of a draft model that was tuned before, for tunings. minutes: of learning, all sessions.
+    budget: tokens that a head should hold. pressure: the weight of what goes beyond it. length, rows: tokens of a
+    row, and rows of a step. samples: steps that a table is measured on. inner: the width of a gate or a head, or the
+    rank of a coprocessor's products. rate: of learning. threads: of the processor; 0: as many as a model takes.
+    resume: go on with a run that was left.
     """
 
     out: Path | None = None
@@ -29,6 +30,8 @@ class TrainOptions:
     tasks: Path | None = None
     draft: Path | None = None
     aux: Path | None = None
+    target: Path | None = None
+    reference: Path | None = None
     minutes: float = 30.0
     budget: int = 128
     pressure: float = 1.0

@@ -8,8 +8,8 @@ reads of the text; the coprocessor of `cache-augment` predicts the text behind r
 `pause` that behind pauses; a length's head (`specdec-pp`) tells what of a draft stands; heads that draft (`eagle3`,
 `longspec`, `medusa`) learn what the model says; what a loop reads learns from a text (`adadec`), is searched on one
 (`draft-verify`) or several (`knn-ssd`), or learns from what the model answers (`learn2pd`, `adaptive-bok`, `atts`); a
-model that fills masks is tuned to be certain of its own answers (`dparallel`). A table is measured instead. Each kind
-is a file in `runs/`.
+model that fills masks is tuned to be certain of its own answers (`dparallel`). A draft model is tuned to its target
+(`distillspec`, `adaspec`), which is of no method. A table is measured instead. Each kind is a file in `runs/`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from accel.compiler.load.hub import model_folder
 from accel.compiler.load.source import open_source, tokenizer_of
 from accel.compiler.measure import Progress
-from accel.compiler.train.kind import Made, kind_of, trained_methods
+from accel.compiler.train.kind import Made, kind_of, trained_methods, tunings
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import RowsOf, Source
-from accel.ir.axis import find_axes
+from accel.ir.axis import check_options, find_axes, ranges
 from accel.ir.errors import InputError, RecipeError, unknown
 from accel.ir.recipe import Recipe
 from accel.lowering.onnx.threads import default_threads
@@ -45,17 +45,19 @@ def train(
     say: Callable[[str], None] | None = None,
 ) -> Made:
     """The part of a method, or of the one that a recipe file names with its options, for a model: in `settings["out"]`,
-    or in the user's cache, where builds find it. settings: fields of `TrainOptions`. model, tokenizer, download,
-    trust_remote_code: as `optimize` takes them. rows: of another kind than those of a text. progress, say: as `Source`.
+    or in the user's cache, where builds find it. method: or a tuning. settings: fields of `TrainOptions`, and options
+    of a tuning. model, tokenizer, download, trust_remote_code: as `optimize` takes them. rows: of another kind than
+    those of a text. progress, say: as `Source`.
 
     Raises:
         AccelError: with the place, the reason and the next step.
     """
     one = method_of(method, settings)
-    options = TrainOptions.of(one.key, settings)
     kind = kind_of(type(one))
     if kind is None:
         raise InputError(f"{one.key} has nothing to train")
+    rest = {name: value for name, value in settings.items() if name not in _of_tunings()}
+    options = TrainOptions.of(one.key, {**kind.usual, **rest})
     if lacking := kind.lacks(options):
         raise InputError(lacking)
     path = model_folder(model, download)
@@ -72,7 +74,15 @@ def train(
 
 
 def method_of(name: str, settings: Mapping[str, Any]) -> Any:
-    """The method of that name, or the one with a part of a recipe file. Raises AccelError."""
+    """The method or the tuning of that name, or the method with a part of a recipe file. Raises AccelError."""
+    tuning = tunings().get(name)
+    given = {n: value for n, value in settings.items() if n in _of_tunings()}
+    if foreign := sorted(given.keys() - (ranges(tuning).keys() if tuning else ())):
+        raise InputError(f"{name} has no option {foreign[0]}; leave {foreign[0]}=… out")
+    if tuning is not None:
+        one: Any = tuning(**given)
+        check_options(one, name)
+        return one
     known = trained_methods()
     beside = {"aux": str(settings["aux"])} if settings.get("aux") is not None else {}
     if name.endswith(".toml"):
@@ -88,7 +98,13 @@ def method_of(name: str, settings: Mapping[str, Any]) -> Any:
     elif name in known:
         axis, options = known[name][0], {}
     else:
-        raise InputError(unknown("method with a trained part or a table", name, known))
+        every = [*known, *tunings()]
+        raise InputError(unknown("method with a trained part or a table", name, every))
     if beside and not hasattr(known[name][1], "aux"):
         raise InputError(f"{name} goes by no smaller model; leave aux=… out")
     return find_axes()[axis].build(name, **options, **beside)
+
+
+def _of_tunings() -> set[str]:
+    """The options of all tunings."""
+    return {name for one in tunings().values() for name in ranges(one)}
