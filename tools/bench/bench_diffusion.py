@@ -155,7 +155,7 @@ def measure(models: dict[str, Any], given: Any) -> list[dict[str, Any]]:
         elif picks is not None:  # by the mean layer, of which the lowest compute all that is given
             first = model.facts.picks.first / model.facts.num_layers
             computed = first * computed + (1 - first) * (picks >= CHOSEN).sum()
-        shares.append(computed / session.length)
+        shares.append(float(computed / max(session.lengths)))
         aside[-1] += time.perf_counter()
         return logits
 
