@@ -3,6 +3,8 @@ as plain decoding; a cache that drafts leave as it was.
 """
 
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +15,15 @@ from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs import s3d as training
 from accel.compiler.train.runs.s3d import Masked, MaskedRun
 from accel.ir.capture.capture import capture
+from accel.ir.depth import NESTED, PROPAGATE, Depth
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.passes.state.extra_ids import ROWS
-from accel.passes.state.masks import DOWN, LAYERS, UP
+from accel.passes.state.masks import DOWN, LAYERS, UP, Shortcut
 from accel.passes.trained import ALL, first_product, write
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.draft.s3d import S3d
 from accel.runtime.length.fixed import Fixed
+from accel.runtime.prompt.pause import Pause
 from accel.runtime.sample.standard import Standard
 from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree.chain import Chain
@@ -141,13 +145,9 @@ def test_generate_drafts_whole_requests(model):
 
 def _pause():
     """The file of a pause for the model."""
-    from accel.runtime.prompt.pause import Pause
-
     program = built(NAME).program
     file = part_of(NAME)[0].replace(".safetensors", "-pause.safetensors")
     rows = torch.ones(1, module(NAME).get_input_embeddings().weight.shape[1])
-    from pathlib import Path
-
     write(Pause(), Path(file), {ALL: {ROWS: rows}}, first_product(program, program.step), {})
     return file
 
@@ -166,7 +166,9 @@ def test_artifacts_of_four_bits_give_their_own_tokens():
 def test_all_layers_without_masks_are_always_right(model):
     """One token of a call by all layers is the model's own; with masks the first of each draft is."""
     everything = S3d(first=4, masks=0)
-    whole = built(NAME, tables={"draft": {"use": "s3d", "first": 4, "masks": 0}, "depth": {"use": "by-call"}})
+    whole = built(
+        NAME, tables={"draft": {"use": "s3d", "first": 4, "masks": 0}, "depth": {"use": "by-call"}}
+    )
     assert whole.facts.extra_ids is None, "it needs no part"
     found, counts = drafted(whole, everything, Standard())
     assert counts["accepted"] == counts["drafted"] > 0
@@ -240,8 +242,10 @@ def test_a_part_of_another_kind_is_refused(tmp_path):
         build(first=2, last=1)
     with pytest.raises(PassError, match="does not exist"):
         build(trained=str(tmp_path / "none"))
-    with pytest.raises(PassError, match="build with depth = by-call"):
-        built(NAME, tables={"draft": {"use": "s3d", "trained": file}, "depth": {"use": "gateskip"}})
+    for depth in (None, Depth((True, False, True, True), NESTED), Depth((True,) * 4, PROPAGATE)):
+        facts = SimpleNamespace(layers=[None] * 4, depth=depth)
+        with pytest.raises(PassError, match="draft.s3d: .*build with depth = by-call"):
+            Shortcut(S3d()).run(SimpleNamespace(facts=facts))
     narrow, program = tmp_path / "narrow.safetensors", built(NAME).program
     short = {**tensors, UP: tensors[UP][:, 1:]}
     write(S3d(), narrow, {ALL: short}, first_product(program, program.step), {})

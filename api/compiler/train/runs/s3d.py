@@ -1,5 +1,5 @@
-"""Training of the masks of `s3d` (arXiv:2405.20314), and of what stands for the layers that its drafts leave out, beside
-a model that stays as it is: at random places of a text, masks behind a token say the tokens that come.
+"""Training of the masks of `s3d` (arXiv:2405.20314), and of what stands for the layers that its drafts leave out,
+beside a model that stays as it is: at random places of a text, masks behind a token say the tokens that come.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Masked:
         self.layers = torch.from_numpy(method.of_layers(len(self.program.facts.layers)))
         gone = (~self.layers).nonzero().flatten().tolist()
         if gone:
-            for called, shape in zip(NAMES.values(), ((self.width, 1), (1, self.width)), strict=True):
+            for called, shape in zip(
+                NAMES.values(), ((self.width, 1), (1, self.width)), strict=True
+            ):
                 self.program.params[called] = torch.zeros(shape)
             bridge(self.program, gone[0])
         self.fixed = {name: self.program.params[name] for name in self.program.params}
@@ -87,7 +89,8 @@ class Masked:
         places = first[:, None] + torch.arange(stream.shape[1])
         params = {**self.fixed, NAMES[DOWN]: part[DOWN], NAMES[UP]: part[UP]}
         out = self._call(params, stream, places, first, state, {RUN_LAYERS: self.layers})
-        return out[LOGITS].unflatten(0, (batch, count))
+        found: Tensor = out[LOGITS].unflatten(0, (batch, count))
+        return found
 
     def _call(
         self,
@@ -147,7 +150,9 @@ class MaskedRun(Run):
         logits = self.soft.logits(self.parts[ALL], ids, cuts)
         lost = F.cross_entropy(logits.flatten(0, 2), target.flatten(), reduction="none")
         loss = (lost.view_as(weight) * weight).sum() / weight.sum().clamp(min=1)
-        right = ((logits.argmax(-1) == target) * weight).sum((0, 1)) / weight.sum((0, 1)).clamp(min=1)
+        right = ((logits.argmax(-1) == target) * weight).sum((0, 1)) / weight.sum((0, 1)).clamp(
+            min=1
+        )
         self.descend(loss)
         shares = {f"right {i}": float(share) for i, share in enumerate(right, 1)}
         return {"loss": loss.item(), **shares}
