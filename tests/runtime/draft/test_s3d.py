@@ -292,7 +292,7 @@ def test_training_is_of_the_part_alone_and_its_logits_are_those_of_drafts(monkey
     run.write(tmp_path / "part.safetensors", {}, {"first": 0, "last": 0, "masks": 4})
     again = {"use": "s3d", "trained": str(tmp_path / "part.safetensors")}
     model = built(NAME, tables={"draft": again, "depth": {"use": "by-call"}})
-    law(model, {n: t.detach() for n, t in parts[ALL].items()}, [True, False, False, True])
+    law(model, {n: t.detach() for n, t in run.part.items()}, [True, False, False, True])
     with pytest.raises(InputError, match="give length=… of more"):
         run.learn(ids[:, :5], torch.ones(2, 4))
     with pytest.raises(InputError, match="masks = 0 has nothing to train"):
