@@ -4,7 +4,8 @@ arXiv:2405.20314).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,12 @@ class MaskRows(Pass):
     """The step reads ids behind those that it has, one for each mask, whose embeddings are rows [N,E] of the trained
     part; see `lay`.
 
-    of: the method, with `full_name`, `masks`, `of_layers`, and `key` and `trained` as of `Trained`.
+    of: the method, with `full_name`, `masks`, `of_layers`, and `key` and `trained` as of `Trained`. found: the part, for
+    `Shortcut`; parameters that nothing reads yet do not outlast a pass.
     """
 
     of: Any
+    found: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     after = (Layers,)  # else what a first layer makes of tokens alone reads them, too
     must_change = True
@@ -64,8 +67,7 @@ class MaskRows(Pass):
                 f"set first and last so, or {again}"
             )
         lay(program, tensors[ROWS][: self.of.masks], name)
-        for key, called in NAMES.items():
-            program.params[called] = tensors[key]
+        self.found.update(tensors)
         return Report(changed=1)
 
 
@@ -76,10 +78,11 @@ class Shortcut(Pass):
 
         x  ->  x + x / rms(x) @ down @ up
 
-    of: as of `MaskRows`, which is to run before.
+    of, found: as of `MaskRows`, which is to run before.
     """
 
     of: Any
+    found: Mapping[str, Tensor] = field(compare=False, repr=False)
 
     after = (MaskRows,)
     stage = 2  # after layers are conditional
@@ -98,12 +101,12 @@ class Shortcut(Pass):
         gone = np.flatnonzero(~self.of.of_layers(count))
         if not gone.size:
             return Report(refused=["drafts leave out no layer"])
-        bridge(program, int(gone[0]))
+        bridge(program, int(gone[0]), self.found)
         return Report(changed=1)
 
 
-def bridge(program: Program, layer: int) -> None:
-    """Let a conditional layer that is left out add the product of the parameters `NAMES` to the stream."""
+def bridge(program: Program, layer: int, part: Mapping[str, Tensor]) -> None:
+    """Let a conditional layer that is left out add a part's product to the stream, of the parameters `NAMES`."""
     region = layer_calls(program.step.graph)[layer].target
     assert isinstance(region, Conditional)
     graph = region.otherwise
@@ -112,7 +115,7 @@ def bridge(program: Program, layer: int) -> None:
     assert isinstance(stream, fx.Node)
     with graph.inserting_before(out):
         editor = Editor(program, graph)
-        down, up = (editor.param(NAMES[name]) for name in (DOWN, UP))
+        down, up = (editor.param(NAMES[name], part[name]) for name in (DOWN, UP))
         changed = trace(editor, "shortcut", _added, stream, down, up, key="shortcut")
     out.args = ((changed, *others),)
 

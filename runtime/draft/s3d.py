@@ -46,7 +46,8 @@ class S3d(MidSkip):
         """See Base."""
         from accel.passes.state.masks import MaskRows, Shortcut
 
-        return [MaskRows(self), Shortcut(self)] if self.masks else []
+        rows = MaskRows(self)
+        return [rows, Shortcut(self, rows.found)] if self.masks else []
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         layers = self.layers(context)

@@ -245,7 +245,7 @@ def test_a_part_of_another_kind_is_refused(tmp_path):
     for depth in (None, Depth((True, False, True, True), NESTED), Depth((True,) * 4, PROPAGATE)):
         facts = SimpleNamespace(layers=[None] * 4, depth=depth)
         with pytest.raises(PassError, match="draft.s3d: .*build with depth = by-call"):
-            Shortcut(S3d()).run(SimpleNamespace(facts=facts))
+            Shortcut(S3d(), {}).run(SimpleNamespace(facts=facts))
     narrow, program = tmp_path / "narrow.safetensors", built(NAME).program
     short = {**tensors, UP: tensors[UP][:, 1:]}
     write(S3d(), narrow, {ALL: short}, first_product(program, program.step), {})

@@ -51,11 +51,8 @@ class Masked:
         self.layers = torch.from_numpy(method.of_layers(len(self.program.facts.layers)))
         gone = (~self.layers).nonzero().flatten().tolist()
         if gone:
-            for called, shape in zip(
-                NAMES.values(), ((self.width, 1), (1, self.width)), strict=True
-            ):
-                self.program.params[called] = torch.zeros(shape)
-            bridge(self.program, gone[0])
+            blank = {DOWN: torch.zeros(self.width, 1), UP: torch.zeros(1, self.width)}
+            bridge(self.program, gone[0], blank)
         self.fixed = {name: self.program.params[name] for name in self.program.params}
         self.embedded = embedded(self.program, method.full_name)
 
