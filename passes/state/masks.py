@@ -33,12 +33,12 @@ class MaskRows(Pass):
     """The step reads ids behind those that it has, one for each mask, whose embeddings are rows [N,E] of the trained
     part; see `lay`.
 
-    of: the method, with `full_name`, `masks`, `of_layers`, and `key` and `trained` as of `Trained`. found: the part, for
-    `Shortcut`; parameters that nothing reads yet do not outlast a pass.
+    of: the method, with `full_name`, `masks`, `of_layers`, and `key` and `trained` as of `Trained`. shortcut: the part,
+    for `Shortcut`; parameters that nothing reads yet do not outlast a pass.
     """
 
     of: Any
-    found: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    shortcut: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     after = (Layers,)  # else what a first layer makes of tokens alone reads them, too
     must_change = True
@@ -67,7 +67,7 @@ class MaskRows(Pass):
                 f"set first and last so, or {again}"
             )
         lay(program, tensors[ROWS][: self.of.masks], name)
-        self.found.update(tensors)
+        self.shortcut.update(tensors)
         return Report(changed=1)
 
 
@@ -78,11 +78,11 @@ class Shortcut(Pass):
 
         x  ->  x + x / rms(x) @ down @ up
 
-    of, found: as of `MaskRows`, which is to run before.
+    of, shortcut: as of `MaskRows`, which is to run before.
     """
 
     of: Any
-    found: Mapping[str, Tensor] = field(compare=False, repr=False)
+    shortcut: Mapping[str, Tensor] = field(compare=False, repr=False)
 
     after = (MaskRows,)
     stage = 2  # after layers are conditional
@@ -101,7 +101,7 @@ class Shortcut(Pass):
         gone = np.flatnonzero(~self.of.of_layers(count))
         if not gone.size:
             return Report(refused=["drafts leave out no layer"])
-        bridge(program, int(gone[0]), self.found)
+        bridge(program, int(gone[0]), self.shortcut)
         return Report(changed=1)
 
 

@@ -47,7 +47,7 @@ class S3d(MidSkip):
         from accel.passes.state.masks import MaskRows, Shortcut
 
         rows = MaskRows(self)
-        return [rows, Shortcut(self, rows.found)] if self.masks else []
+        return [rows, Shortcut(self, rows.shortcut)] if self.masks else []
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         layers = self.layers(context)
