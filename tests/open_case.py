@@ -74,7 +74,10 @@ class Tables:
             found = []
             for token in tokens[i, :count].tolist():
                 self.rows[i].append(token)
-                found.append(says(tuple(self.rows[i])))
+                known = [
+                    one if one < self.vocab_size else 0 for one in self.rows[i]
+                ]  # a mask is a 0
+                found.append(says(tuple(known)))
             found = found[-1:] if last_only else found
             out[i, : len(found)] = found or 0
         return out
@@ -172,6 +175,7 @@ class Opened:
             for prompt in self.prompts
         ]
         target.extra = self.method.taps(2)
+        target.token_ids += getattr(self.method, "masks", 0)
         depth = SimpleNamespace(plan=[0, 0], mlp=[0, 0])
         facts = SimpleNamespace(depth=depth, layers=[], parameters=1, vocab_size=size)
         masks = Diffusion(size, shift=True)  # if it fills any

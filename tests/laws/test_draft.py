@@ -128,9 +128,12 @@ def runs_a_model(name):
     return runs and not method.fills and not method.head
 
 
+ONE_BY_ONE = {"s3d": {"masks": 0}}  # a mask does not see what it drafts
+
+
 @pytest.mark.parametrize("name", filter(runs_a_model, AXIS.names()))
 def test_every_drafter_follows(name):
-    law_follows(AXIS.build(name))
+    law_follows(AXIS.build(name, **ONE_BY_ONE.get(name, {})))
 
 
 @dataclass(frozen=True)

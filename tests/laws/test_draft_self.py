@@ -23,6 +23,7 @@ from accel.runtime.verify.sample_match import SampleMatch
 
 from ..draft_case import rows_of
 from ..prefill_case import TOKENS, built
+from ..s3d_case import tables
 
 AXIS = Axis("draft", "accel.runtime.draft")
 ITSELF = [name for name in AXIS.names() if AXIS.method(name).needs]
@@ -31,6 +32,8 @@ LIMITS = ({0: 3, 1: 1}, {1: 4}, {}, {0: 2, 1: 5})
 
 
 def model_of(method):
+    if method.use == "s3d":  # it cannot do without its part
+        return built("llama", tables=tables())
     needs = {axis: {"use": use} for axis, use in method.needs.items()}
     return built("llama", tables={"draft": {"use": method.use}, **needs})
 
