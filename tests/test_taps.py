@@ -12,8 +12,11 @@ import accel
 from accel.compiler.over_state import over_state
 from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.capture import capture
+from accel.ir.entries.genai import GENAI
+from accel.ir.entries.step import LOGITS
 from accel.ir.errors import PassError
 from accel.ir.taps import EMBEDS, FINAL, keys, stream, values
+from accel.passes.state.concat import Concat
 from accel.passes.state.kv_taps import KvTaps
 from accel.runtime.loop.contrastive import Contrastive
 
@@ -130,6 +133,17 @@ def test_keys_and_values_are_those_of_the_cache(monkeypatch, target):
             want = (cache.keys if part == "k" else cache.values)[0].transpose(0, 1).flatten(1)
             found = np.concatenate([whole.extra[name][0], more.extra[name][0]])
             np.testing.assert_allclose(found, want.detach(), atol=2e-5, rtol=2e-4)
+
+
+def test_clients_of_another_runtime_get_none_of_them(monkeypatch):
+    """The entry for onnxruntime-genai has no slots to read keys from."""
+    monkeypatch.setattr(Contrastive, "taps", lambda self, layers: (keys(1), values(1)))
+    program = over_state(capture(models.make("llama", LAYERS).eval(), max_context=32))
+    KvTaps((Contrastive(),)).run(program)
+    assert Concat().run(program).changed
+    step, genai = (set(e.output_nodes()) for e in (program.step, program.entries[GENAI.name]))
+    assert {keys(1), values(1)} <= step and LOGITS in genai
+    assert genai.isdisjoint({keys(1), values(1)})
 
 
 def with_shares(program):

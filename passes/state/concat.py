@@ -89,7 +89,7 @@ class Concat(Pass):
         outputs = {
             present.get(name, name): copied[node]
             for name, node in program.step.output_nodes().items()
-            if name not in places
+            if name not in places and node in copied  # what reads slots is for sessions
         }
         graph.output(tuple(outputs.values()))
         remove_dead(graph)
