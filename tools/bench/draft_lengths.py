@@ -27,7 +27,7 @@ from accel.runtime.decode.row import Row
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.sample.standard import Standard
 
-COST = 0.125  # 0.11 ms of 0.88: docs/figures/details/drafts.md, "What a draft model's weights cost"
+COST = 0.125  # 0.11 ms of 0.88: docs/figures/details/draft-models.md, "What a draft model's weights cost"
 LENGTHS = {
     "fixed, 2": {"use": "fixed", "tokens": 2},
     "fixed, 3": {"use": "fixed", "tokens": 3},
