@@ -66,7 +66,7 @@ def test_options_out_of_range_are_refused(options, words):
         accel.optimize("/nowhere", {"depth": options})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "words"),
     [

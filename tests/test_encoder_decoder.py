@@ -206,6 +206,7 @@ def test_what_is_refused(built):
             onnx.generate(encoder_input=[[5] * (encoder.max_length + 1)])
 
 
+@pytest.mark.long
 def test_a_decoder_takes_no_encoder_input(build):
     model = build("llama").compiled
     with pytest.raises(InputError, match="no encoder"):

@@ -43,7 +43,7 @@ def published(module, ids, layer):
     return best.indices.reshape(-1).numpy(), best.values.reshape(-1).numpy()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, target",
     [("llama", "eager"), ("llama", "onnx"), ("gpt2", "onnx"), ("gemma2", "onnx")],

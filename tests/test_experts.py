@@ -67,6 +67,7 @@ def test_greedy_tokens_are_those_of_the_reference(both):
 
 
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_bytes_are_those_of_the_formula(both):
     name, compiled, _ = both
     bits, block = BITS[name]

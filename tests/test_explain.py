@@ -195,7 +195,7 @@ def test_bytes_of_a_codec_are_what_a_session_holds(tiny, use, tmp_path):
         assert found.bytes(prompt) == held(program, plan, prompt)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_what_a_session_holds(tiny, name):
     plan = assemble(Recipe(tables=CASES[name]))

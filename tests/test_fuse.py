@@ -173,6 +173,7 @@ def test_products_of_a_layer(rewritten, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.few(1)
 def test_heads_are_laid_out_once(rewritten, name):
     for graph in layers(rewritten(name)[0]):
         targets = [n.target for n in graph.nodes]

@@ -81,6 +81,7 @@ def test_keys_of_several_tokens_are_refused():
     ("kind", "most"),
     [("minimax_m3_vl_text", 48), pytest.param("qwen4_exp_text", 51, marks=pytest.mark.long)],
 )
+@pytest.mark.long
 def test_a_choice_of_blocks_is_exact_while_it_takes_all(kind, most):
     from accel.compiler.smoke.clone import own_logits
     from accel.compiler.smoke.tiny_models import small_model

@@ -41,6 +41,7 @@ def test_the_layer_is_that_of_the_checkpoint(name, tmp_path):
     assert open_source(path).load().model.config.num_hidden_layers == model.config.num_hidden_layers
 
 
+@pytest.mark.long
 def test_a_file_drafts_with_its_layer(tmp_path):
     """In the codes of the file, with its own output head; greedy tokens are plain decoding's."""
     _, _, path = written("glm4moe", tmp_path / "m.gguf", "Q8_0")

@@ -55,6 +55,7 @@ def built(request, build):
 
 
 @pytest.mark.few(1)
+@pytest.mark.long
 def test_a_token_costs_its_latent_and_what_heads_share(built):
     _, compiled = built
     layers = compiled.facts.layers

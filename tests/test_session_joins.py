@@ -112,6 +112,7 @@ def test_rows_go_on_as_alone(name, stateful):
 
 
 @pytest.mark.parametrize("evicted", [(True, False), (False, True), (True, True)])
+@pytest.mark.few(1)
 def test_a_recurrent_row_goes_back_behind_what_was_evicted_before_it_joined(stateful, evicted):
     """What was evicted cannot be run again, so the state as it was then must stay."""
     model, lengths = model_of("falcon_h1", stateful), [24 if one else 6 for one in evicted]

@@ -77,7 +77,7 @@ def far(folder, want):
             return np.abs(np.concatenate([first, session.run(IDS[:, 7:])], 1) - want).max()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_text_is_that_of_the_whole_model(name, tmp_path):
     folder, want = made(name, tmp_path)

@@ -105,6 +105,7 @@ def rows(length, count, seed):
         yield ids, torch.ones(count, length)
 
 
+@pytest.mark.long
 def test_a_build_merges_the_adapter(tmp_path):
     folder, out = filler(tmp_path / "model"), tmp_path / "adapter"
     settings = {"out": out, "minutes": 0.02, "samples": 2, "length": 32, "inner": 4, "rate": 1e-2}

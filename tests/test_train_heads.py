@@ -48,6 +48,7 @@ def learnt(run, rows, steps):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.few(4)
 def test_a_run_learns_and_the_model_stays(opened, tmp_path, name):
     run, rows = run_of(opened, name, tmp_path)
     before = {n: t.clone() for n, t in run.soft.program.params.items()}
@@ -59,6 +60,7 @@ def test_a_run_learns_and_the_model_stays(opened, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.few(2)
 def test_a_run_that_was_left_goes_on_as_if_not(opened, tmp_path, name):
     whole, rows = run_of(opened, name, tmp_path)
     learnt(whole, rows, 4)
@@ -278,6 +280,7 @@ def test_drafts_are_of_six_to_fourteen_tokens():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.long
 def test_a_build_takes_what_comes_out(opened, tmp_path, name):
     given = {**OPTIONS, "minutes": 0.005, "out": tmp_path / "head"}
     made = train(name, opened.path, given)

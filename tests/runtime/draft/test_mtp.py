@@ -78,6 +78,7 @@ def test_a_draft_is_that_of_the_module(tmp_path, kind):
         pytest.param("qwen3_next", "onnx", Chain(), 0.9, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_tokens_are_those_of_plain_decoding(tmp_path, kind, target, tree, temperature):
     mtp_folder(module_of(kind), tmp_path)
     out = {"out": tmp_path / "out"} if target == "onnx" else {}
@@ -219,6 +220,7 @@ def test_wrong_layers_are_refused(tmp_path, published, change, words):
         head.load()
 
 
+@pytest.mark.long
 def test_where_the_layers_come_from(tmp_path, published):
     with pytest.raises(
         RecipeError, match="from the directory or the GGUF file of the model, and th"

@@ -152,6 +152,7 @@ def test_training_learns_and_can_be_left(pair, tmp_path):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.long
 def test_training_a_head_and_what_is_wrong(tmp_path):
     out, text = tmp_path / "h.safetensors", tmp_path / "text"
     text.write_text("def f(x):\n    return x + 1\n" * 40)

@@ -171,6 +171,7 @@ def test_an_answer_ends_at_eos_in_either_model(pair, model):
             assert out.tokens[0] == tokens[: tokens.index(tokens[place]) + 1]
 
 
+@pytest.mark.long
 def test_other_models_and_options_are_refused(pair, model):
     turned = (pair[1], pair[0], *pair[2:])
     with (

@@ -183,7 +183,7 @@ def test_a_request_s_own_functions_and_penalties_see_no_pause(model, part):
         found.append(token)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_drafts_change_no_token(name, tables, model):
     drafting = built("llama", tables={**tables, **DRAFTS[name]})
