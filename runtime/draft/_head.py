@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from accel.ir.draft_head import DraftHead
@@ -19,6 +21,13 @@ from accel.runtime.speculation.guard import steps_of
 
 # a token that some layers did not run here leaves no hidden states, and taps are numbered by layer
 RELIES = frozenset({Invariant.EVERY_TOKEN_RUNS, Invariant.ALL_LAYERS_RUN, Invariant.FIXED_LAYERS})
+# of a head that reads its target's keys and values in the slots where each call put them
+READS_KEYS = RELIES | {Invariant.PLAIN_KEYS, Invariant.ALL_TOKENS_HELD, Invariant.ROW_PRIVATE}
+
+
+def head_folder(path: str, bundled: str = "") -> Path:
+    """Where a head lies: at `path`; where that is empty, the bundled one of this name, or the bundled model."""
+    return Path(path or str(files("accel.reference") / bundled)).expanduser()
 
 
 def built(method: Base, context: DecodeContext) -> tuple[Any, DraftHead]:

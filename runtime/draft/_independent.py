@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.draft._by_levels import ByLevels
-from accel.runtime.draft._head import RELIES, built
+from accel.runtime.draft._head import RELIES, built, head_folder
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Distribution
 from accel.runtime.speculation.guard import steps_of
@@ -58,7 +57,7 @@ class IndependentHead(Base):
     relies = RELIES
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference") / self.use)).expanduser()
+        return head_folder(self.path, self.use)
 
     def taps(self, layers: int) -> Sequence[str]:
         return (FINAL,)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +13,7 @@ from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
-from accel.runtime.draft._head import RELIES, built
+from accel.runtime.draft._head import RELIES, built, head_folder
 from accel.runtime.draft._published import config_of, dflash_taps
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.blocks import BlockFollower
@@ -38,7 +37,7 @@ class DFlash(Base):
     lacks = "heads of models that scale embeddings"
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference"))).expanduser()
+        return head_folder(self.path)
 
     def taps(self, layers: int) -> Sequence[str]:
         folder = self.draft_folder()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
-from accel.runtime.draft._head import RELIES, built
+from accel.runtime.draft._head import RELIES, built, head_folder
 from accel.runtime.draft._published import config_of, dflash_taps
 from accel.runtime.draft._walk import Walk
 from accel.runtime.draft.model import TOKEN
@@ -54,7 +53,7 @@ class DSpark(Base):
             )
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference"))).expanduser()
+        return head_folder(self.path)
 
     def taps(self, layers: int) -> Sequence[str]:
         folder = self.draft_folder()

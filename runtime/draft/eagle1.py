@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from accel.ir.taps import FINAL
-from accel.runtime.draft._head import Head
+from accel.runtime.draft._head import Head, head_folder
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Eagle1(Head):
     key = "eagle1"
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference") / self.use)).expanduser()
+        return head_folder(self.path, self.use)
 
     def taps(self, layers: int) -> Sequence[str]:
         return (FINAL,)

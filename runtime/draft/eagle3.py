@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
-from accel.runtime.draft._head import Head
+from accel.runtime.draft._head import Head, head_folder
 from accel.runtime.draft._published import config_of, eagle3_taps
 
 
@@ -27,7 +26,7 @@ class Eagle3(Head):
     key = "eagle3"
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference") / self.use)).expanduser()
+        return head_folder(self.path, self.use)
 
     def taps(self, layers: int) -> Sequence[str]:
         folder = self.draft_folder()

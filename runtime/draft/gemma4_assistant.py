@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from accel.ir.taps import FINAL, last_keys, last_values
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
-from accel.runtime.draft._head import RELIES, built
+from accel.runtime.draft._head import READS_KEYS, built, head_folder
 from accel.runtime.draft._walk import Walk
 from accel.runtime.draft.model import TOKEN
 from accel.runtime.speculation.constant import ConstantFollower
@@ -34,17 +33,11 @@ class Gemma4Assistant(Base):
     embeds = head = blocks = True
     asks = {"tree": "chain"}
     provides = frozenset({Invariant.PROBABILITIES})
-    # it reads keys and values in the slots where each call put them
-    relies = RELIES | {
-        Invariant.CHAINS,
-        Invariant.PLAIN_KEYS,
-        Invariant.ALL_TOKENS_HELD,
-        Invariant.ROW_PRIVATE,
-    }
+    relies = READS_KEYS | {Invariant.CHAINS}
     lacks = "targets that read tokens in every layer (E2B, E4B), and the unified form"
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference"))).expanduser()
+        return head_folder(self.path)
 
     def taps(self, layers: int) -> Sequence[str]:
         kinds = [name(window) for window in (False, True) for name in (last_keys, last_values)]

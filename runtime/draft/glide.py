@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
-from accel.ir.invariants import Invariant
-from accel.runtime.draft._head import RELIES, Head
+from accel.runtime.draft._head import READS_KEYS, Head, head_folder
 from accel.runtime.draft._published import config_of, glide_taps
 
 
@@ -25,12 +23,11 @@ class Glide(Head):
     weights: str = "int8"
 
     key = "glide"
-    # it reads keys and values in the slots where each call put them
-    relies = RELIES | {Invariant.PLAIN_KEYS, Invariant.ALL_TOKENS_HELD, Invariant.ROW_PRIVATE}
+    relies = READS_KEYS
     lacks = "targets whose last layers have latent, shared or recurrent state"
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference") / self.use)).expanduser()
+        return head_folder(self.path, self.use)
 
     def taps(self, layers: int) -> Sequence[str]:
         folder = self.draft_folder()

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
-from accel.ir.invariants import Invariant
-from accel.runtime.draft._head import RELIES, Head
+from accel.runtime.draft._head import READS_KEYS, Head, head_folder
 from accel.runtime.draft._published import moa_taps
 
 
@@ -28,15 +26,14 @@ class MoaSpec(Head):
     weights: str = "int8"
 
     key = "moa-spec"
-    # it reads keys and values in the slots where each call put them
-    relies = RELIES | {Invariant.PLAIN_KEYS, Invariant.ALL_TOKENS_HELD, Invariant.ROW_PRIVATE}
+    relies = READS_KEYS
     lacks = (
         "drafting through the target's last layers; and targets with layers of latent, shared or recurrent state, or "
         "of several sizes"
     )
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference") / self.use)).expanduser()
+        return head_folder(self.path, self.use)
 
     def taps(self, layers: int) -> Sequence[str]:
         return moa_taps(layers)

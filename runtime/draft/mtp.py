@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from accel.ir.taps import FINAL
-from accel.runtime.draft._head import Head
+from accel.runtime.draft._head import Head, head_folder
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Mtp(Head):
     lacks = "a layer of its own for each drafted token, where a checkpoint has several"
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference"))).expanduser()
+        return head_folder(self.path)
 
     def taps(self, layers: int) -> Sequence[str]:
         return (FINAL,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
-from accel.runtime.draft._head import RELIES, built
+from accel.runtime.draft._head import RELIES, built, head_folder
 from accel.runtime.draft._independent import Independent
 from accel.runtime.draft._published import config_of, eagle3_taps
 from accel.runtime.speculation.guard import steps_of
@@ -37,7 +36,7 @@ class Peagle(Base):
     relies = RELIES
 
     def draft_folder(self) -> Path | None:
-        return Path(self.path or str(files("accel.reference"))).expanduser()
+        return head_folder(self.path)
 
     def taps(self, layers: int) -> Sequence[str]:
         folder = self.draft_folder()
