@@ -1,11 +1,13 @@
 """Captures that tests share: two modules of the same classes, settings and weights have one program, and it goes once
-through the passes that come before a recipe's own.
+through the passes that come before a recipe's own. Two that differ in values of weights alone are exported once: what
+comes of it is checked against the module, as every capture is.
 
 Export takes most of the time of a small build. What is shared is a copy.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -22,6 +24,7 @@ from accel.compiler import rewrite as rewriting
 from accel.compiler.explain import subject
 from accel.compiler.over_state import shared as common
 from accel.ir.capture import capture as capturing
+from accel.ir.capture import export as exporting
 from accel.ir.program import Program
 from accel.passes import Pass, Step
 
@@ -30,7 +33,12 @@ from . import traces
 KEPT = 16  # programs, the last ones that were asked for
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 STEPS = ("prepared", "check_weights", "export", "convert", "check")  # which a test may replace
+MODULE = (*vars(nn.Module()), "config")  # what every module holds
+FORMS = 64  # exports of modules without their weights
+WAYS = ("repeats", "unroll", "forms", "lean")  # of an export, which a test may replace
 _real = capturing.capture_inspected
+_trace = exporting._traced
+_forms: OrderedDict[Hashable, tuple[Any, bool]] = OrderedDict()
 _rewrite, _run = rewriting.rewrite, rewriting.run
 _made: OrderedDict[Hashable, Program] = OrderedDict()
 _fresh: OrderedDict[int, tuple[Program, Hashable]] = (
@@ -55,6 +63,39 @@ def shared(model: Any, traits: Any, stored: Any = None) -> Program:
     while len(_fresh) > 1:
         _fresh.popitem(last=False)
     return program
+
+
+def traced(
+    adapter: nn.Module, given: tuple[torch.Tensor, ...], shapes: Any, whole: bool
+) -> tuple[Any, bool]:
+    """`_traced` of an export, or what it gave for a module of the same form, with the weights of this one."""
+    plain = [(k, v) for k, v in sorted(vars(adapter).items()) if not k.startswith("_")]
+    form = None if traces.patched() else key_of(adapter.model, plain, values=False)
+    if form is None:
+        return _trace(adapter, given, shapes, whole)
+    ways = [getattr(exporting, name) for name in WAYS]
+    key = (form, *ways, *(tuple(x.shape) for x in given), repr(shapes), whole)
+    if key not in _forms:
+        program, repeated = _trace(adapter, given, shapes, whole)
+        _forms[key] = _with_values(program, {}), repeated
+        while len(_forms) > FORMS:
+            _forms.popitem(last=False)
+        return program, repeated
+    _forms.move_to_end(key)
+    program, repeated = _forms[key]
+    return _with_values(program, dict(exporting._named_tensors(adapter))), repeated
+
+
+def _with_values(program: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """An exported program over these parameters and buffers; without any it keeps its lifted constants alone."""
+    made = copy.copy(program)
+    signature = program.graph_signature
+    buffers = {*signature.inputs_to_buffers.values()}
+    lifted = {n: x for n, x in program.constants.items() if n not in buffers}
+    names = {*signature.inputs_to_parameters.values(), *buffers}
+    made._state_dict = {n: x for n, x in tensors.items() if n in names}
+    made._constants = lifted
+    return made
 
 
 def rewritten(job: Any, program: Program, check: Any) -> None:
@@ -100,8 +141,8 @@ def run(
     return [*steps, *_run(program, passes[own:], check, told, done=passes[:own])]
 
 
-def key_of(model: nn.Module, traits: Any) -> Hashable:
-    """What a capture depends on; nothing where that cannot be told."""
+def key_of(model: nn.Module, traits: Any, values: bool = True) -> Hashable:
+    """What a capture depends on; nothing where that cannot be told. Without `values`, what an export does."""
     config = getattr(model, "config", None)
     settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
     parts: list[Hashable] = [repr(traits), settings, *(getattr(capturing, name) for name in STEPS)]
@@ -118,6 +159,8 @@ def key_of(model: nn.Module, traits: Any) -> Hashable:
                 parts.append((k, v.func, v.args, repr(v.keywords)))
             elif callable(v) and not isinstance(v, (nn.Module, type)):
                 return None  # code of this module alone
+            elif not values and v is not config and k not in MODULE:
+                parts.append((k, repr(v)))
     first: dict[int, str] = {}
     held = (
         *model.named_parameters(remove_duplicate=False),
@@ -126,14 +169,19 @@ def key_of(model: nn.Module, traits: Any) -> Hashable:
     for name, x in held:
         if type(x) not in (torch.Tensor, nn.Parameter) or x.device.type != "cpu":
             return None
-        told = hashlib.sha256(x.detach().contiguous().flatten().view(torch.uint8).numpy()).digest()
+        told = _digest(x) if values else x.requires_grad
         tied = first.setdefault(x.data_ptr(), name)
         parts.append((name, x.dtype, tuple(x.shape), x.stride(), told, tied))
     return tuple(parts)
+
+
+def _digest(x: torch.Tensor) -> bytes:
+    return hashlib.sha256(x.detach().contiguous().flatten().view(torch.uint8).numpy()).digest()
 
 
 def share() -> None:
     """Let builds and captures of all tests share."""
     for module in (capturing, optimize, subject):
         module.capture_inspected = shared  # type: ignore[attr-defined]
+    exporting._traced = traced
     optimize.rewrite, rewriting.run = rewritten, run  # type: ignore[assignment]

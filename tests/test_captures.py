@@ -7,7 +7,8 @@ import torch
 import accel
 from accel.ir.capture import capture as capturing
 from accel.ir.capture.capture import capture
-from accel.ir.errors import PassError
+from accel.ir.capture.inspect import inspect
+from accel.ir.errors import CaptureError, PassError
 from accel.passes.recognise.norm import Norms
 
 from . import captures
@@ -109,3 +110,50 @@ def test_a_pass_that_a_test_breaks_is_run(monkeypatch):
     monkeypatch.setattr(Norms, "run", lambda self, program: 1 / 0)
     with pytest.raises(PassError, match="Norms failed"):
         built()
+
+
+@pytest.fixture
+def exports():
+    """The adapters that were really exported. Set by hand: nothing is shared where a test replaces something."""
+    found, before = [], (captures._trace, captures._forms, captures._made)
+    real = captures._trace
+    captures._trace = lambda adapter, *rest: found.append(adapter) or real(adapter, *rest)
+    captures._forms, captures._made = captures.OrderedDict(), captures.OrderedDict()
+    yield found
+    captures._trace, captures._forms, captures._made = before
+
+
+def test_modules_that_differ_in_weights_alone_are_exported_once(exports):
+    first, second = models.tiny(), models.tiny()
+    heavier(second)
+    a, b = (capturing.capture_inspected(m, inspect(m, 64)) for m in (first, second))
+    assert len(exports) == 1 and a.text() == b.text()
+    state = dict(second.named_parameters())
+    assert all(torch.equal(b.params[name], state[name]) for name in b.params if name in state)
+    assert any(not torch.equal(a.params[name], b.params[name]) for name in b.params)
+
+
+@pytest.mark.parametrize("change", [hooked, other, own])
+def test_others_are_exported_anew(exports, change):
+    capture(models.tiny(), max_context=64)
+    module = models.tiny()
+    change(module)
+    capture(module, max_context=64)
+    assert len(exports) == 2
+
+
+def test_weights_of_another_module_are_seen(exports):
+    """The check of a capture is what holds it: with the tensors of the first, the second is refused."""
+    first, second = models.tiny(), models.tiny()
+    with torch.no_grad():
+        second.head.weight.mul_(2)
+    capture(first, max_context=64)
+    values = captures._with_values
+    tensors = first.named_parameters(remove_duplicate=False)
+    first_tensors = {f"model.{n}": x for n, x in tensors}
+    captures._with_values = lambda program, own: values(program, own | first_tensors)
+    try:
+        with pytest.raises(CaptureError):
+            capture(second, max_context=64)
+    finally:
+        captures._with_values = values
