@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
+from accel.ir.kv import COARSE
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import pack_blocks, quantized_embedding, quantized_linear
 from accel.ir.program import Editor, Program
@@ -26,8 +27,8 @@ from accel.passes.weights._blocks import (
     sites,
     stored_scales,
 )
+from accel.passes.weights._halves import LOWER, UPPER, read_coarsely
 
-UPPER, LOWER = ".upper", ".lower"  # how the names of the halves end
 _BITS = 4  # of either half
 _FINER = 2**_BITS
 _CHUNK = 1 << 22  # elements of a weight that are rounded at a time
@@ -65,6 +66,8 @@ class QuantspecWeights(Blocks):
             else:
                 self._halves(program, site)
             report.changed += 1
+        if COARSE in program.step.inputs:
+            read_coarsely(program, program.step.input(COARSE))
         forget_unused(program)
         return report
 

@@ -27,7 +27,6 @@ from accel.passes.kv.codec._method import AcrossLayers, Codec
 from accel.passes.kv.codec._readers import Decoded, note_decoding
 from accel.passes.kv.codec._spans import Spanning, blocks_of
 from accel.passes.state.recurrent import buffer
-from accel.passes.weights._halves import read_coarsely
 
 STORED = name_of(Part.POSITIONS, region=CacheRegion.KEPT)  # the positions in blocks
 _BLOCKS, _OLD, _NEW, _STORED, _TAIL = 31, 37, 5, 41, 43  # example sizes while shapes are worked out
@@ -76,7 +75,6 @@ def hold(codec: Codec, program: Program) -> Report:
     if asks.coarse:
         coarse = editor.placeholder(COARSE, (), torch.bool)
         program.step.defaults[COARSE] = torch.tensor(False)
-        read_coarsely(program, coarse)
     spanning, decoded = Spanning(), Decoded()
     for node in sites:
         decoded += _read(editor, node, caches, positions, coarse, spanning)
