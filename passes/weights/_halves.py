@@ -13,7 +13,7 @@ from accel.ir.kv import COARSE
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Editor, Program
-from accel.ir.region import Conditional, layer_calls
+from accel.ir.region import Conditional, Region, layer_calls
 from accel.passes.clean.clean import replace
 
 UPPER, LOWER = ".upper", ".lower"  # how the names of the halves of a weight end
@@ -27,6 +27,7 @@ def read_coarsely(program: Program, coarse: fx.Node) -> None:
     graph = coarse.graph
     _choose(program, graph, coarse)
     for call in layer_calls(graph):
+        assert isinstance(call.target, Region)
         inner = call.target.graph
         if not any(_halves(node) for node in inner.nodes):
             continue

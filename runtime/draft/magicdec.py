@@ -44,8 +44,8 @@ class MagicDec(Base):
     def draft_recipe(self) -> Recipe:
         budget = {"use": "uniform", "tokens_kept": self.tokens}
         once = {"use": "prompt"}  # whenever the score would choose by itself
-        tables = {"kv.score": {"use": self.score}, "kv.budget": budget, "kv.when": once}
-        return Recipe("magicdec", tables=tables)
+        score = {"use": self.score}
+        return Recipe("magicdec", tables={"kv.score": score, "kv.budget": budget, "kv.when": once})
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         own = None if context.model is None else context.model.draft_model

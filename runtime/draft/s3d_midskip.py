@@ -23,7 +23,6 @@ class S3dMidskip(MidSkip):
     The recipe gets `depth = by-call`, which makes each layer conditional and skips none by default.
     """
 
-
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         layers = self.layers(context)
         return BySelf(
