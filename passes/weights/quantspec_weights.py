@@ -23,7 +23,7 @@ from accel.passes.weights._blocks import (
     encode,
     in_blocks,
     insert,
-    round_to_nearest,
+    rounded_scales,
     sites,
     stored_scales,
 )
@@ -31,6 +31,7 @@ from accel.passes.weights._halves import LOWER, UPPER, read_coarsely
 
 _BITS = 4  # of either half
 _FINER = 2**_BITS
+_TOP = 7 + 7 / 16  # steps that both halves reach on the side that has no code 8
 _CHUNK = 1 << 22  # elements of a weight that are rounded at a time
 
 
@@ -74,7 +75,7 @@ class QuantspecWeights(Blocks):
     def _halves(self, program: Program, site: Site) -> None:
         params, stored = program.params, program.params.stored(site.name)
         weight = stored.read()
-        upper = round_to_nearest(weight, _BITS, self.block, True)
+        upper = _upper(weight, self.block)
         parts = {UPPER: (upper, _nearest), LOWER: (_rest(weight, upper, self.block), _off)}
         for part, (packed, origin) in parts.items():
             stem = site.name + part
@@ -107,6 +108,22 @@ class QuantspecWeights(Blocks):
         return editor.call(quantized_linear.default, x, *parts, bias, *sizes, like=node)
 
 
+def _upper(weight: Tensor, block: int) -> Packed:
+    """The upper half, in steps by which both halves together reach the ends of a block."""
+    rows = max(1, _CHUNK // weight.shape[1])
+    codes, scales = list[Tensor](), list[Tensor]()
+    for part in weight.split(rows):
+        blocks = in_blocks(part, block)
+        low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+        most, other = torch.where(-low >= high, low, high), torch.minimum(-low, high)
+        size = torch.maximum(most.abs() / (_FINER // 2), other / _TOP)
+        step = rounded_scales(-most.sign() * size)
+        middle = torch.full_like(step, _FINER // 2)
+        codes.append(pack_blocks(encode(blocks, step, middle, _BITS), _BITS))
+        scales.append(step.squeeze(-1))
+    return Packed(torch.cat(codes), torch.cat(scales), None, _BITS, block)
+
+
 def _rest(weight: Tensor, upper: Packed, block: int) -> Packed:
     """What is off, in 16ths of the upper half's steps."""
     scales = (upper.scales.float() / _FINER).bfloat16()  # exact: a power of two
@@ -126,7 +143,7 @@ def _nearest(weight: Tensor, block: int) -> Tensor:
     """A weight in its upper half alone."""
     if weight.is_meta:
         return torch.empty_like(weight)
-    return round_to_nearest(weight, _BITS, block, True).weight()[:, : weight.shape[1]]
+    return _upper(weight, block).weight()[:, : weight.shape[1]]
 
 
 def _off(weight: Tensor, block: int) -> Tensor:
