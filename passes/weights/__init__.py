@@ -16,3 +16,8 @@ class Base(Pass, Method, ABC):
     """
 
     alone = True
+
+    @property
+    def recodes(self) -> bool:
+        """Whether it rounds anew what a checkpoint holds in codes; else those stay."""
+        return False

@@ -38,8 +38,11 @@ _SAME = 1e-3  # step of its codes that a row may be off: nothing is rounded
 
 
 def keeping(program: Program, recipe_passes: Sequence[Pass]) -> list[Pass]:
-    """A recipe's passes, after the one that keeps the codes of a checkpoint, where the program has any."""
-    coded = any(holds_codes(program.params.stored(name)) for name in program.params)
+    """A recipe's passes, after the one that keeps the codes of a checkpoint, where the program has any and no pass
+    rounds them anew (`Base.recodes`).
+    """
+    anew = any(isinstance(one, Base) and one.recodes for one in recipe_passes)
+    coded = not anew and any(holds_codes(program.params.stored(name)) for name in program.params)
     return (
         [Kept(), *recipe_passes] if coded and Kept() not in recipe_passes else list(recipe_passes)
     )

@@ -27,7 +27,7 @@ class ByLevels(Beside):
         sizes = {i: self._follower.most(self.size(i) + 1, limit) for i, limit in limits.items()}
         texts = {i: self.rows[i].seen for i, most in sizes.items() if most > 0}
         room = {i: self._follower.most(self.size(i) + 1, CHUNK) for i in texts}
-        trees = Levels(self._follower, texts)
+        trees = self.levels(texts, room, sizes)
         said: dict[int, list[Logits]] = {}  # of each row, after each node that was expanded
         waiting: dict[int, list[Logits]] = {}  # after those of rows that wait
 
@@ -68,6 +68,14 @@ class ByLevels(Beside):
 
         self._trees = grown({i: self.grow(i, sizes[i]) for i in texts}, expand)
         return self._trees
+
+    def levels(
+        self, texts: Mapping[int, Ints], room: Mapping[int, int], sizes: Mapping[int, int]
+    ) -> Levels:
+        """What computes the trees behind the tokens [n] of rows: `room`, tokens that a call of a row may have; `sizes`,
+        tokens of a row's tree.
+        """
+        return Levels(self._follower, texts)
 
     def said(self, row: int, logits: Logits, seen: Ints) -> Distribution:
         """As of ByModel; all that the model says where a greedy row's children are chosen."""

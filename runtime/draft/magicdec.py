@@ -29,13 +29,13 @@ class MagicDec(Base):
     kept. `score`: the method of the axis `kv.score` that chooses them, once, when drafting begins. Both caches read
     the same weights, so drafting pays only where the cache is much of what a step reads: long contexts, large batches.
 
-    The paper also drafts by StreamingLLM; as `score` it is refused, since its ring drops tokens while others come.
+    Of `streaming-llm` they are the first tokens and the newest ones of the prompt, where they lie: the window does not
+    slide, and what is drafted can be taken back.
     """
 
     tokens: int = option(256, least=1, most=1 << 24)
     score: str = "snapkv"
 
-    lacks = "drafts over StreamingLLM's cache"
     asks = {"tree": "chain"}
     relies = frozenset({Invariant.CHAINS})
     provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
@@ -43,7 +43,9 @@ class MagicDec(Base):
 
     def draft_recipe(self) -> Recipe:
         budget = {"use": "uniform", "tokens_kept": self.tokens}
-        return Recipe("magicdec", tables={"kv.score": {"use": self.score}, "kv.budget": budget})
+        once = {"use": "prompt"}  # whenever the score would choose by itself
+        score = {"use": self.score}
+        return Recipe("magicdec", tables={"kv.score": score, "kv.budget": budget, "kv.when": once})
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         own = None if context.model is None else context.model.draft_model

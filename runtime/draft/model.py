@@ -103,13 +103,11 @@ class Model(Base):
             if self.path == SELF
             else Follower(draft_model, len(rows), branches)
         )
-        return (ByLevels if branches else self._chains)(
-            follower, rows, context, session.vocab_size, draft_cost
-        )
+        return self._drafter(branches, follower, rows, context, session.vocab_size, draft_cost)
 
-    def _chains(self, *args: Any) -> Drafters:
-        """A drafter of chains."""
-        return Chains(*args)
+    def _drafter(self, branches: bool, *args: Any) -> Drafters:
+        """A drafter of trees, or of chains."""
+        return (ByLevels if branches else Chains)(*args)
 
 
 class Chains(Beside, ByLogits):

@@ -1,5 +1,5 @@
-"""QuantSpec (arXiv:2502.10424): self-speculative decoding; drafts read the older tokens' keys and values in 4 bits,
-verification reads the same in 8.
+"""QuantSpec (arXiv:2502.10424): self-speculative decoding; drafts read weights and the older tokens' keys and values in
+4 bits, verification reads the same in 8.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _BYTES = 4  # of a weight: at most
 
 @dataclass(frozen=True)
 class Quantspec(Base):
-    """All layers draft over one cache, of which a draft reads half the bits. The paper's drafts also read weights of 4
-    bits; here both read the same weights, so drafting pays only where the cache is much of what a step reads.
+    """All layers draft over one copy of the weights and one cache, of which a draft reads half the bits. Weights: with
+    `weights = quantspec-weights` the upper 4 of 8 bits; of a checkpoint in codes of 4 bits those, which verification
+    reads, too; any other format is read whole, and drafting then pays only where the cache is much of what a step
+    reads.
     """
 
-    lacks = "weights of 4 bits for drafts"
     asks = {"tree": "chain"}
     needs = {"kv.codec": "quantspec-kv"}
     relies = frozenset({Invariant.CHAINS, Invariant.COARSE_READS})

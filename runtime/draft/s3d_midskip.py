@@ -23,8 +23,6 @@ class S3dMidskip(MidSkip):
     The recipe gets `depth = by-call`, which makes each layer conditional and skips none by default.
     """
 
-    lacks = "the trained mask tokens, by which one pass drafts several tokens: `s3d` has them"
-
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         layers = self.layers(context)
         return BySelf(

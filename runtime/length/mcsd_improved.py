@@ -27,8 +27,9 @@ class McsdImproved(OfRounds):
     `accel-compile train mcsd-improved`; empty: the one that is kept for the two models.
 
     The paper's other parts: a tree that ends after a level is the first nodes of the whole one, so its mask is the
-    first rows and columns; and first tokens that the target chooses are the draft's root, which the target has chosen:
-    more than one of these, of which the best is kept, would change the distribution, so there is none.
+    first rows and columns; and first tokens that the target chooses are the draft's root, which the target has chosen,
+    greedy or not. More than one of these, of which the best is kept, would change the distribution
+    (`tests/runtime/length/test_mcsd_improved.py` enumerates it), so there is none; a greedy target has no second one.
 
     The model reads how likely the drafter finds the likeliest path so far and all paths, what it said there, and
     the depth.

@@ -31,7 +31,6 @@ class Cape(Base, Shape):
     widths: Any = None
     depth: int = option(4, least=1, most=64)
 
-    lacks = "GliDe, the drafter that reads the model's cache"
     siblings = Siblings.CHOSEN
     relies = frozenset({Invariant.PROBABILITIES})
 

@@ -27,7 +27,6 @@ class EagleTree(Base, Shape):
     top_k: int = option(10, least=1, most=64)
     depth: int = option(5, least=0, most=64)
 
-    lacks = "the drafter that reads hidden states (a draft model drafts)"
     siblings = Siblings.CHOSEN
     relies = frozenset({Invariant.PROBABILITIES})
 

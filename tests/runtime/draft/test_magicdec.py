@@ -216,6 +216,26 @@ def test_it_drafts_for_other_recipes(module, recipe):
         assert names
 
 
+def test_it_drafts_over_the_first_and_the_newest_tokens(module):
+    """StreamingLLM's choice, made once; every draft stands where the budget holds the context."""
+    table = {"use": "magicdec", "score": "streaming-llm", "tokens": BUDGET}
+    with (
+        accel.optimize(module, "base", target="eager", **SIZES) as plain,
+        accel.optimize(module, {"draft": table} | RULE, target="eager", **SIZES) as model,
+    ):
+        model._costs = model.draft_model._costs = COSTS
+        tables = model.draft_model.recipe["tables"]
+        assert (tables["kv.score"]["use"], tables["kv.when"]["use"]) == ("streaming-llm", "prompt")
+        stood = {}
+        for lengths in (SHORT, LONG):
+            want = plain.generate(prompts(lengths), 12, eos=[]).tokens
+            got = model.generate(prompts(lengths), 12, eos=[])
+            figures = got.stats["speculation"]
+            assert got.tokens == want and figures["drafted"] > 0
+            stood[lengths] = figures["accepted"] / figures["drafted"]
+        assert stood[SHORT] == 1 > stood[LONG]
+
+
 def draft(**options):
     return {"draft": {"use": "model", "path": "self", **options}}
 
@@ -223,8 +243,6 @@ def draft(**options):
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"draft": {"use": "magicdec", "score": "streaming-llm"}},
-         "magicdec drafts by recipe 'magicdec', and takes back what is rejected, but with kv.when = every"),
         ({"draft": {"use": "magicdec", "score": "snap-kv"}}, "snap-kv.*did you mean 'snapkv'"),
         ({"draft": {"use": "magicdec", "tokens": 0}}, "draft.magicdec: tokens is 0; give 1 to 16777216"),
         ({"draft": {"use": "magicdec"}, "tree": {"use": "static"}}, "magicdec cannot be combined with tree = static"),
