@@ -83,7 +83,6 @@ def with_options(case: str) -> Recipe:
     return Recipe(name, tables=tables) if options else recipe
 
 
-
 def numbers(model: CompiledModel) -> int:
     """Of the keys and values of one token, all layers together; of a model without a codec."""
     assert model.artifact is not None
@@ -102,7 +101,9 @@ def bits(model: CompiledModel, recipe: Recipe, of: int) -> str:
         for s in model.artifact.state
         if s.part in (Part.KEYS, Part.VALUES) and (not flush or s.region is CacheRegion.KEPT)
     ]
-    size = sum(DTYPES[s.dtype].itemsize * prod(map(int, (s.shape[1], *s.shape[3:]))) for s in stored)
+    size = sum(
+        DTYPES[s.dtype].itemsize * prod(map(int, (s.shape[1], *s.shape[3:]))) for s in stored
+    )
     return f"{8 * size / (max(1, flush) * of):.2f}"
 
 
@@ -133,12 +134,22 @@ def main() -> None:
     build = BuildOptions(max_context=room, verify=False, train=True)
     want: Rows | None = None
     of = 0
-    head("cache", ">bits", ">KL, mean", ">90 %", ">same best token", f">keys of {options.keys}", ">MB")
+    head(
+        "cache",
+        ">bits",
+        ">KL, mean",
+        ">90 %",
+        ">same best token",
+        f">keys of {options.keys}",
+        ">MB",
+    )
     for name in ["base", *options.recipes.split(",")]:
         with tempfile.TemporaryDirectory() as place:
             try:
                 recipe = with_options(name)
-                model = build_captured(program, recipe, build, source.tokenizer, Path(place) / "out")
+                model = build_captured(
+                    program, recipe, build, source.tokenizer, Path(place) / "out"
+                )
             except AccelError as error:
                 row(f"`{name}`: refused, {' '.join(str(error).split())}", *[""] * 6)
                 continue
