@@ -32,7 +32,6 @@ from turns import head, row
 sys.path.append(str(Path(__file__).resolve().parents[1] / "pages"))
 from real_recipes import key_prompts, right
 
-import accel
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.load.source import open_source
 from accel.compiler.optimize import build_captured

@@ -35,8 +35,8 @@ class Rotatekv(Tables, Base):
     first.
 
     `rotation`: "principal" is not the paper's: the directions of a head's keys in a text, about their mean, largest
-    first, with 4 bits for a quarter of them, 2 for the next, 1 for the others; values by Hadamard. Each vector of a head
-    has one scale (float16), and codes mean the points that fit a normal distribution best: 2 bits, and 16 / D.
+    first, with 4 bits for a quarter of them, 2 for the next, 1 for the others; values by Hadamard. Each vector of a
+    head has one scale (float16), and codes mean the points that fit a normal distribution best: 2 bits, and 16 / D.
     """
 
     bits: int = option(2, one_of=(2, 4, 8))
