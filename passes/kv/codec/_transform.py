@@ -92,10 +92,12 @@ class Transform:
         across = (lost * back).sum(-1).abs() <= long * (long * 2**-10 + off)
         own = self.decode(self.encode(x, sizes), sizes).transpose(1, 2)
         least = (x - own.unflatten(1, (x.shape[2], x.shape[3]))[:, None]).norm(dim=-1)
-        return across & (lost.norm(dim=-1) <= least + x.norm(dim=-1) * 2**-10 + off)
+        found: Tensor = across & (lost.norm(dim=-1) <= least + x.norm(dim=-1) * 2**-10 + off)
+        return found
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x.split([n for _, n in self.levels], -1)
+        found: tuple[Tensor, ...] = x.split([n for _, n in self.levels], -1)
+        return found
 
 
 def _bytes(bits: int, count: int) -> int:

@@ -133,7 +133,8 @@ class Rotatekv(Tables, Base):
             if at.role == "k":
                 long = long + at.constants["middle"].norm(dim=-1)
             near = self._transform(at).near(want, got, _sizes(at), 1e-4 * long + 1e-4)
-            return near.all(-1)
+            right: Tensor = near.all(-1)
+            return right
         want, got = (self.turned(at, one) for one in (x, back))
         off = 1e-6 * x.norm(dim=-1, keepdim=True)
         return self._groups.near(want, got + (want - got).clamp(-off, off))
@@ -163,13 +164,13 @@ def _sizes(at: At) -> Tensor:
 def _apart(at: At, x: Tensor) -> Tensor:
     """x [...,G D] -> [...,G,D] in the directions that are encoded."""
     basis = at.constants["basis"]
-    apart = x.unflatten(-1, tuple(basis.shape[:2]))
+    turned: Tensor = x.unflatten(-1, tuple(basis.shape[:2]))
     if at.role == "k":
-        apart = apart - at.constants["middle"]
-        turned: Tensor = (apart[..., None, :] @ basis).squeeze(-2)
-        return turned
-    size = _rotation("v", basis[..., 0])
-    return _rotated(apart, size) / size**0.5
+        turned = ((turned - at.constants["middle"])[..., None, :] @ basis).squeeze(-2)
+    else:
+        size = _rotation("v", basis[..., 0])
+        turned = _rotated(turned, size) / size**0.5
+    return turned
 
 
 def _together(at: At, x: Tensor) -> Tensor:

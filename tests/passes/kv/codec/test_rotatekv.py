@@ -218,7 +218,6 @@ test_what_makes_no_sense_is_refused = refuses(
     {"group": 0},
     {"recent": 0},
     {"first": -1},
-    {"rotation": "any"},
 )
 
 
