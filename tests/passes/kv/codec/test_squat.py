@@ -104,7 +104,6 @@ SPECTRA = {
     "of one query": torch.tensor([5.0] + [0.0] * (D - 1)),
     "slow": 5 * 0.99 ** torch.arange(D),
     "inverse": 1 / (1 + torch.arange(D)),
-    "ten thousand": torch.tensor([1e4] + [1.0] * (D - 1)),
 }
 
 
