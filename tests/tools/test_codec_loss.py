@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import accel
+from accel.ir.errors import InputError
+from accel.ir.recipe import Recipe
 
 
 def test_the_loss_is_the_kl_by_hand():
@@ -15,6 +17,19 @@ def test_the_loss_is_the_kl_by_hand():
     assert mean == pytest.approx(first / 2) and late == pytest.approx(0.9 * first)
     assert same == 0.5, "the first of equal ones is the best"
     assert codec_loss.loss(want, want) == (0.0, 0.0, 1.0)
+
+
+def test_a_recipe_takes_options_of_its_codec():
+    recipe = codec_loss.with_options('rotatekv+rotation="hadamard"+recent=64')
+    assert recipe.tables["kv.codec"] == {
+        "use": "rotatekv",
+        "rotation": "hadamard",
+        "recent": 64,
+    }
+    assert Recipe.load("rotatekv").tables["kv.codec"]["rotation"] == "principal", "the control"
+    for wrong in ("kivi-2+bits", "kivi-2+bits=two", "snapkv+bits=2"):
+        with pytest.raises(InputError):
+            codec_loss.with_options(wrong)
 
 
 @pytest.mark.long

@@ -84,14 +84,14 @@ def windows(model: CompiledModel) -> dict[str, npt.NDArray[Any]]:
     return {n: np.array(model.tokenizer.encode(t, special=False)[:size]) for n, t in texts.items()}
 
 
-def key_prompts() -> list[tuple[str, str]]:
-    """Questions about a pass key that some 930 tokens hide, and the key."""
+def key_prompts(count: int = HIDDEN, sentences: int = SENTENCES) -> list[tuple[str, str]]:
+    """Questions about a pass key that so many sentences hide (some 930 tokens), and the key."""
     found = []
-    for i in range(HIDDEN):
+    for i in range(count):
         rng = random.Random(f"key {i}")
-        notes = [rng.choice(NOTES) for _ in range(SENTENCES)]
+        notes = [rng.choice(NOTES) for _ in range(sentences)]
         key = str(rng.randrange(1000, 9999))
-        place = rng.randrange(SENTENCES // 5, SENTENCES - SENTENCES // 5)
+        place = rng.randrange(sentences // 5, sentences - sentences // 5)
         notes.insert(place, f"The pass key is {key}. Remember it. {key} is the pass key.")
         told = "There is a pass key hidden in this text. Find it and remember it."
         found.append((f"{told}\n\n{' '.join(notes)}\n\nWhat is the pass key?", key))

@@ -9,7 +9,7 @@ from accel.ir.ops.noise import uniform
 
 _LEAST = 1e-5  # of a column's length: what is left of less is rounding
 _SEED = 2403
-_SQUARINGS = 6  # directions of a size 0.95 times the next larger one are told apart
+_SQUARINGS = 10  # directions of a size 0.997 times the next larger one are told apart
 
 
 def any_columns(x: Tensor, count: int) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 
 from accel.ir.axis import find_axes
 from accel.passes.kv._shared.tables import observed
-from accel.passes.kv.codec import At, squat
-from accel.passes.kv.codec._directions import any_columns, orthonormal
+from accel.passes.kv.codec import At, _directions, squat
+from accel.passes.kv.codec._directions import any_columns, largest, orthonormal
 
 from ....refused import refuses
 from ....select_case import Selecting
@@ -102,6 +102,8 @@ SPECTRA = {
     "one massive": torch.tensor([60.0, 2.0, 1.9, 1.8, 1.7, 1.6, 1.5, *[0.5] * (D - 7)]),
     "two massive": torch.tensor([300.0, 40.0, 3, 2.9, 2.8, 2.7, 2.6, *[1.0] * (D - 7)]),
     "of one query": torch.tensor([5.0] + [0.0] * (D - 1)),
+    "slow": 5 * 0.99 ** torch.arange(D),
+    "inverse": 1 / (1 + torch.arange(D)),
 }
 
 
@@ -111,12 +113,27 @@ def exact(products, count):
     return (size[..., -count:].clamp(min=0).sqrt()[..., None, :] * turn[..., -count:]).float()
 
 
-def law_directions(keys, name, monkeypatch):
-    """The loss is that by exact eigenvectors, a hundredth apart, whatever the queries' spectrum."""
+def spread(name, count):
+    """Products [1,2,D,D] of so many queries of a spectrum."""
     r = torch.Generator().manual_seed(1)
     turn = torch.linalg.qr(torch.randn(2, D, D, generator=r)).Q
-    queries = (torch.randn(1, 2, 300, D, generator=r) * SPECTRA[name]) @ turn
-    products = queries.mT @ queries
+    queries = (torch.randn(1, 2, count, D, generator=r) * SPECTRA[name]) @ turn
+    return queries.mT @ queries
+
+
+def law_converged(name):
+    """Directions hold as much of the queries' squares as the largest eigenvalues do, a thousandth apart."""
+    for count in (300, 20):
+        products = spread(name, count)
+        columns, whole = largest(products, 5).double(), products.double()
+        held = (columns * (whole @ columns)).sum((-2, -1))
+        most = torch.linalg.eigvalsh(whole)[..., -5:].sum(-1)
+        assert ((1 - held / most) < 1e-3).all(), (name, count, held / most)
+
+
+def law_directions(keys, name, monkeypatch):
+    """The loss is that by exact eigenvectors, a hundredth apart, whatever the queries' spectrum."""
+    products = spread(name, 300)
     top = exact(products, 5)[:, :, None]
 
     def loss():
@@ -133,6 +150,18 @@ def law_directions(keys, name, monkeypatch):
 @pytest.mark.parametrize("name", SPECTRA)
 def test_directions_are_those_of_the_largest_eigenvalues(keys, name, monkeypatch):
     law_directions(keys, name, monkeypatch)
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_directions_converge(name):
+    law_converged(name)
+
+
+def test_directions_after_few_squarings_are_caught(monkeypatch):
+    monkeypatch.setattr(_directions, "_SQUARINGS", 6)
+    with pytest.raises(AssertionError):
+        for name in SPECTRA:
+            law_converged(name)
 
 
 def test_directions_that_have_not_converged_are_caught(keys, monkeypatch):
