@@ -249,15 +249,21 @@ def changed(case: Case, options: list[str]) -> Case:
     return replace(case, tables=tables)
 
 
-def sized(case: Case, size: int | None) -> Case:
-    """A case with another value of its budget; one without a budget as it is."""
-    if not case.option:
-        return case
-    tables = {
-        axis: {**table, case.option: size} if case.option in table else table
-        for axis, table in case.tables.items()
-    }
-    return replace(case, value=size, tables=tables)
+def sized(case: Case, sizes: list[int]) -> list[Case]:
+    """A case with other values of its budget; one without a budget as it is."""
+    if not case.option or not sizes:
+        return [case]
+    return [
+        replace(
+            case,
+            value=size,
+            tables={
+                axis: {**table, case.option: size} if case.option in table else table
+                for axis, table in case.tables.items()
+            },
+        )
+        for size in sizes
+    ]
 
 
 def main(
@@ -292,7 +298,7 @@ def main(
             raise typer.BadParameter(f"no recipe {wrong[0]!r}; accel-compile recipes lists them")
         if needles:
             first = [changed(swept(name)[0], set_ or []) for name in only or ("base",)]
-            cases = [sized(case, size) for case in first for size in budget or (case.value,)]
+            cases = [c for case in first for c in sized(case, budget or [])]
             try:
                 recall(model, cases, needles)
             except InputError as error:
