@@ -106,3 +106,13 @@ def test_options_of_a_case_are_set_as_in_toml():
     for wrong in ("kv.score.window", "kv.codec.bits=4", "kv.score.pooling=max"):
         with pytest.raises(InputError, match=f"--set {wrong}: "):
             real_recipes.changed(swept("snapkv")[0], [wrong])
+
+
+def test_budgets_of_a_case():
+    case = swept("snapkv")[0]
+    found = real_recipes.sized(case, [100, 50])
+    assert [one.name for one in found] == ["snapkv@100", "snapkv@50"]
+    assert [one.tables["kv.budget"]["tokens_kept"] for one in found] == [100, 50]
+    assert all(one.tables["kv.score"] == case.tables["kv.score"] for one in found)
+    assert real_recipes.sized(case, []) == [case]
+    assert real_recipes.sized(swept("int4")[0], [100, 50]) == [swept("int4")[0]]
