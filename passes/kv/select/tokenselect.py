@@ -136,6 +136,8 @@ class Tokenselect(Tokens):
         the token behind them: [B,H,T,Dv], and its log-sum-exp [B,H,T]; the lowest number where there are none.
         """
         tokens, groups, capacity = x["queries"].shape[1], x["keys"].shape[1], x["keys"].shape[2]
+        count = self.count  # K: a call that chooses has so many slots
+        read = read.index_select(2, torch.arange(count, device=read.device))
         slots = torch.where((read < 0) | (read == own[..., None]), capacity, read).sort(-1).values
         there = slots < capacity  # [B,T,K]
         slots = slots.clamp(max=capacity - 1)
@@ -150,7 +152,7 @@ class Tokenselect(Tokens):
             x[n].gather(2, index.expand(-1, groups, -1, x[n].shape[3])).float()
             for n in ("keys", "values")
         )
-        keys = rope.reference(keys, to, *both).unflatten(2, (tokens, -1))  # [B,G,T,K,D]
+        keys = rope.reference(keys, to, *both).unflatten(2, (tokens, count))  # [B,G,T,K,D]
         behind = zero + (number[..., -1] - x["positions"]).clamp(min=-zero)
         queries = rope.reference(x["queries"].float().transpose(1, 2), behind, *both)
         queries = queries.unflatten(1, (groups, -1)).transpose(2, 3)  # [B,G,T,R,D]
@@ -159,7 +161,7 @@ class Tokenselect(Tokens):
         top = logits.amax(-1, keepdim=True)
         shares = (logits - top).exp() * there[:, None, :, None]
         total = shares.sum(-1, keepdim=True)
-        out = shares @ values.unflatten(2, (tokens, -1)) / total.clamp(min=1e-30)  # [B,G,T,R,Dv]
+        out = shares @ values.unflatten(2, (tokens, count)) / total.clamp(min=1e-30)  # [B,G,T,R,Dv]
         lse = torch.where(total > 0, top + total.clamp(min=1e-30).log(), lowest).squeeze(-1)
         return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)
 
