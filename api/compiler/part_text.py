@@ -48,7 +48,10 @@ def example_rows(
     tokens; `known` [1,T] is 1 where the answer's tokens come next, and -1 of the facts. Raises InputError.
     """
     rng = random.Random(seed)
-    encode = lambda text: tokenizer.encode(text, special=False)  # noqa: E731
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, special=False)
+
     first = [i for i in tokenizer.encode("") if i >= 0]
     for example in examples:
         hidden = [(encode(f"\n{t}\n"), t in example.facts) for t in example.facts + example.others]
