@@ -130,7 +130,7 @@ class Tokenselect(Tokens):
         return read.expand(-1, groups, -1, -1).contiguous(), new
 
     def in_order(
-        self, x: Mapping[str, Tensor], mask: Form, read: Tensor, own: Tensor
+        self, x: Mapping[str, Tensor], mask: Form, read: Tensor, slot: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Attention over the slots `read` [B,T,K] without the token's own [B,T], which lie at positions from 0 on and
         the token behind them: [B,H,T,Dv], and its log-sum-exp [B,H,T]; the lowest number where there are none.
@@ -138,7 +138,7 @@ class Tokenselect(Tokens):
         tokens, groups, capacity = x["queries"].shape[1], x["keys"].shape[1], x["keys"].shape[2]
         count = self.count  # K: a call that chooses has so many slots
         read = read.index_select(2, torch.arange(count, device=read.device))
-        slots = torch.where((read < 0) | (read == own[..., None]), capacity, read).sort(-1).values
+        slots = torch.where((read < 0) | (read == slot[..., None]), capacity, read).sort(-1).values
         there = slots < capacity  # [B,T,K]
         slots = slots.clamp(max=capacity - 1)
         number = there.long().cumsum(-1)

@@ -176,8 +176,8 @@ def test_keys_are_read_at_their_place_in_the_list(kind):
 
 def test_true_positions_are_caught():
     class Elsewhere(Tokenselect):
-        def in_order(self, x, mask, read, own):
-            return super().in_order({**x, "k_pos": x["k_pos"] + 1}, mask, read, own)
+        def in_order(self, x, mask, read, slot):
+            return super().in_order({**x, "k_pos": x["k_pos"] + 1}, mask, read, slot)
 
     options = {**Tokenselect.small, "reuse": 2.0, "tokens_read": 9, "at": "list"}
     with pytest.raises(AssertionError):
