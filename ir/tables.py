@@ -6,7 +6,7 @@ No torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,7 +43,8 @@ class Observed:
 class Rows:
     """Rows of a text, and what each layer reads of them.
 
-    tokens: [B,T+1]. known: [B,T], above 0 where the next token can be predicted from the row. hidden [B,T,E]: what the
+    tokens: [B,T+1]. known: [B,T], above 0 where the next token can be predicted from the row; below 0 of tokens that
+    say so (`Example`). hidden [B,T,E]: what the
     keys of the first of these layers are made of. second_layers: of each layer of a second model, [B,T,F], keys before
     RoPE and values of a token in one row.
     """
@@ -53,6 +54,18 @@ class Rows:
     layers: Mapping[int, Observed]
     hidden: Any = None
     second_layers: Any = ()
+
+
+@dataclass(frozen=True)
+class Example:
+    """Sentences that a text hides, a question at its end, and the answer, which follows from the `facts`. `others` are
+    of the same kind, and it does not follow from them.
+    """
+
+    facts: tuple[str, ...]
+    others: tuple[str, ...]
+    question: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -75,3 +88,9 @@ class Tables(ABC):
     @abstractmethod
     def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Any]]:
         """Layer -> name -> tensor, of a text; integers stay integers."""
+
+    def examples(self, seed: int) -> Iterator[Example] | None:
+        """What a table is measured on, for ever, where nobody gives a text; none: a text, too. Of those that the model
+        answers right; if there are none, `measure` gets their rows as of any text.
+        """
+        return None

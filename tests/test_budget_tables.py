@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from accel.compiler.over_state import keys_of
-from accel.ir.errors import RecipeError
+from accel.compiler.part_text import example_rows
+from accel.ir.errors import InputError, RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
+from accel.passes.kv._shared import tables
 from accel.passes.kv._shared.tables import measured
 from accel.passes.kv.score.streaming_llm import StreamingLlm
 from accel.passes.trained import sample, write
@@ -84,6 +86,82 @@ def test_importance_is_attention_to_the_right_places():
     assert torch.equal(found[3]["shares"], found[7]["shares"])
     strange = HeadKVR2().measure([Rows(torch.arange(T + 1)[None], known[:1], {0: observed()})])
     assert strange[0]["share"].tolist() == [1, 1], "nothing repeats"
+
+
+def law_facts_count(method):
+    """Written out: the attention to the facts alone counts, of tokens of the answer, among as many highest weights."""
+    x, tokens, known = observed(), text(), torch.zeros(1, T)
+    facts, answer = [3, 4, 5, 11], [19, 20, 22]
+    known[0, facts], known[0, answer] = -1, 1
+    want = np.zeros(2)
+    for t, head in itertools.product(answer, range(4)):
+        logits = x.keys[0, head // 2, : t + 1] @ x.queries[0, head, t] * x.form.scale
+        probs = logits.softmax(0)
+        top = probs.argsort(descending=True)[: len(facts)].tolist()
+        want[head // 2] += sum(float(probs[j]) for j in facts if j in top)
+    found = method.measure([Rows(tokens, known, {0: x})])
+    np.testing.assert_allclose(found[0]["share"], want / want.mean(), rtol=1e-4)
+
+
+def test_importance_of_an_example_is_attention_to_its_facts():
+    law_facts_count(HeadKVR2())
+
+
+def test_copies_in_place_of_facts_are_caught():
+    class Copies(HeadKVR2):
+        def measure(self, rows):
+            return super().measure(Rows(r.tokens, r.known.clamp(min=0), r.layers) for r in rows)
+
+    with pytest.raises(AssertionError):
+        law_facts_count(Copies())
+
+
+def test_the_answer_of_a_needle_needs_both_facts():
+    for one in itertools.islice(HeadKVR2().examples(3), 20):
+        owner, code = one.facts
+        thing = owner.partition(" has the ")[2].rstrip(".")
+        assert thing in code and f" {thing} " not in one.question and one.answer in code
+        assert owner.partition(" ")[0] in one.question and one.answer not in "".join(one.others)
+    first, again = (list(itertools.islice(HeadKVR2().examples(3), 5)) for _ in "ab")
+    assert first == again
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    def encode(self, text, *, special=True):
+        return [*[1] * special, *map(ord, text)]
+
+
+def test_rows_of_examples_hide_the_facts_in_a_text():
+    examples, around = HeadKVR2().examples(0), torch.tensor([*b"word "] * 200)
+    seen = set()
+    for row, known in itertools.islice(example_rows(Letters(), examples, around, 500, 0), 8):
+        assert row.shape == (1, 501) and known.shape == (1, 500) and row[0, 0] == 1
+        whole = "".join(map(chr, row[0, 1:].tolist()))
+        asked = (known[0] > 0).nonzero()[:, 0]
+        answer = "".join(chr(int(row[0, i + 1])) for i in asked)
+        assert whole.endswith(f"Answer: The code is{answer}") and len(answer) == 5
+        facts = "".join(chr(int(row[0, i])) for i in (known[0] < 0).nonzero()[:, 0])
+        assert f" is{answer}.\n" in facts and facts.count(" has the ") == 1
+        assert facts.replace("\n\n", "\n").strip() and whole.count(" has the ") == 2
+        seen.add(whole.find(answer))
+    assert len(seen) > 4, "they lie anywhere"
+    with pytest.raises(InputError, match="give length="):
+        next(example_rows(Letters(), HeadKVR2().examples(0), around, 50, 0))
+
+
+def test_examples_that_are_answered_wrong_do_not_count(monkeypatch):
+    """Of those that are right the marks stay; if none is, their rows are text; a text's rows are as they were."""
+    known = torch.tensor([[-1.0, 0, 1]])
+    rows = [(torch.full((1, 4), i), known) for i in range(4)]
+    for right, want in (({1, 3}, [1, 3]), (set(), [0, 1, 2, 3])):
+        monkeypatch.setattr(tables, "says", lambda program, ids, _, r=right: int(ids[0, 0]) in r)
+        found = list(tables._answered(None, rows))
+        assert [int(ids[0, 0]) for ids, _ in found] == want
+        assert all(torch.equal(k, known if right else torch.ones(1, 3)) for _, k in found)
+    plain = [(ids, known.abs()) for ids, known in rows]
+    assert list(tables._answered(None, plain)) == plain
 
 
 @pytest.mark.parametrize("beta", [1.0, 1.005, 1.2, 2.0, 10.0])

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from accel.compiler.assemble import Plan
 from accel.compiler.over_state import keys_of, over_state
-from accel.compiler.part_text import Batch, text_ids, text_rows
+from accel.compiler.part_text import Batch, example_rows, text_ids, text_rows
 from accel.ir.errors import InputError, PassError
 from accel.ir.parts import part
 from accel.ir.program import Program
@@ -86,6 +86,16 @@ def measure(
     return file
 
 
+def rows_for(
+    method: Tables, tokenizer: Tokenizer, length: int, rows: int, seed: int
+) -> Iterator[Batch]:
+    """Of the method's examples, or else of accel's own text. Raises InputError."""
+    ids, examples = text_ids(tokenizer, None, length), method.examples(seed)
+    if examples is None:
+        return text_rows(ids, length, rows, seed)
+    return example_rows(tokenizer, examples, ids, length, seed)
+
+
 def kept_at(key: str, model: str, options: Mapping[str, Any]) -> Path:
     """The place in the user's cache. Raises InputError."""
     try:
@@ -126,5 +136,5 @@ def measure_missing(
         settings = part(method.key, True).settings
         length = min(int(settings["length"]), captured.facts.max_context)
         how = {**settings, "length": str(length), "seed": "0"}
-        rows = text_rows(text_ids(tokenizer, None, length), length, int(settings["rows"]), 0)
+        rows = rows_for(method, tokenizer, length, int(settings["rows"]), 0)
         measure(method, program, rows, how, None, progress, lambda _: None)

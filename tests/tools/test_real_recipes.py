@@ -5,7 +5,8 @@ import json
 import pytest
 import real_recipes
 from leaderboard import suited, swept
-from real_recipes import HIDDEN, key_prompts, known_already, number_prompts, page
+from needles import key_prompts, number_prompts
+from real_recipes import known_already, page
 from reference_data import REFERENCE
 
 from accel.ir.errors import InputError
@@ -34,14 +35,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("made", [key_prompts, number_prompts])
 def test_what_is_asked_for_stands_in_the_prompt_and_differs(made):
-    asked = made()
-    assert len(asked) == HIDDEN and len({wanted for _, wanted in asked}) == HIDDEN
+    asked = made(3)
+    assert len(asked) == 3 and len({wanted for _, wanted in asked}) == 3
     assert all(wanted in prompt for prompt, wanted in asked)
-    assert made() == asked
+    assert made(4)[:3] == asked
 
 
 def test_the_number_is_of_the_one_who_is_asked_for():
-    for prompt, wanted in number_prompts():
+    for prompt, wanted in number_prompts(3):
         name = prompt.rpartition("number of ")[2].rstrip("?")
         assert prompt.count("The phone number of ") == 5
         assert f"The phone number of {name} is {wanted}." in prompt
@@ -92,7 +93,7 @@ def test_a_model_is_measured(smollm2, tmp_path):
     real_recipes.measure(smollm2, [swept("streaming-llm")[0]], tmp_path)
     found = {p.stem: json.loads(p.read_text()) for p in tmp_path.glob("*.json")}
     assert found.keys() == {"base", "streaming-llm"}
-    assert 0 < found["streaming-llm"]["kl prose"] and found["base"]["keys"] == HIDDEN
+    assert 0 < found["streaming-llm"]["kl prose"] and found["base"]["keys"] == real_recipes.HIDDEN
     assert page(list(found.values()))
 
 
@@ -105,3 +106,13 @@ def test_options_of_a_case_are_set_as_in_toml():
     for wrong in ("kv.score.window", "kv.codec.bits=4", "kv.score.pooling=max"):
         with pytest.raises(InputError, match=f"--set {wrong}: "):
             real_recipes.changed(swept("snapkv")[0], [wrong])
+
+
+def test_budgets_of_a_case():
+    case = swept("snapkv")[0]
+    found = real_recipes.sized(case, [100, 50])
+    assert [one.name for one in found] == ["snapkv@100", "snapkv@50"]
+    assert [one.tables["kv.budget"]["tokens_kept"] for one in found] == [100, 50]
+    assert all(one.tables["kv.score"] == case.tables["kv.score"] for one in found)
+    assert real_recipes.sized(case, []) == [case]
+    assert real_recipes.sized(swept("int4")[0], [100, 50]) == [swept("int4")[0]]

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from turns import head, row
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "pages"))
-from real_recipes import key_prompts, right
+from needles import key_prompts, right
 
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.load.source import open_source

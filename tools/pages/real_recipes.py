@@ -5,6 +5,8 @@
     python tools/pages/real_recipes.py MODEL --train         tables first, for what lacked one
     python tools/pages/real_recipes.py MODEL --only snapkv --set kv.score.window=16     with another option: printed,
                                                              not on the page
+    python tools/pages/real_recipes.py MODEL --only snapkv --needles 20 --budget 232 --budget 116
+                                                             only what they find of more prompts: printed
     python tools/pages/real_recipes.py --write               only write the page
 
 MODEL is captured once. Each recipe is built as `accel-compile build` does, at the first value that the leaderboard
@@ -22,7 +24,6 @@ import inspect
 import json
 import os
 import platform
-import random
 import shutil
 import sys
 import tempfile
@@ -37,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 from leaderboard import Case, keep, suited, swept
+from needles import SENTENCES, key_prompts, number_prompts, right
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import accel
@@ -46,15 +48,15 @@ from accel.compiler.optimize import build_captured
 from accel.compiler.quality.divergence import Odds, along, divergence
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, InputError
+from accel.ir.program import Program
 from accel.ir.recipe import Recipe
-from accel.reference.examples import NOTES
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.model.compiled import CompiledModel
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 2048
 PROMPT, STEPS = 1024, 64  # tokens that are read, and then decoded along the text
-HIDDEN, SENTENCES = 3, 100  # prompts of each kind that hide something, and how long they are
-PEOPLE = ("Anna", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jonas")
+HIDDEN = 3  # prompts of each kind that hide something
 CHATS = (
     "Why is the sky blue? Answer in two sentences.",
     "Write a Python function that merges two sorted lists.",
@@ -84,44 +86,6 @@ def windows(model: CompiledModel) -> dict[str, npt.NDArray[Any]]:
     return {n: np.array(model.tokenizer.encode(t, special=False)[:size]) for n, t in texts.items()}
 
 
-def key_prompts(count: int = HIDDEN, sentences: int = SENTENCES) -> list[tuple[str, str]]:
-    """Questions about a pass key that so many sentences hide (some 930 tokens), and the key."""
-    found = []
-    for i in range(count):
-        rng = random.Random(f"key {i}")
-        notes = [rng.choice(NOTES) for _ in range(sentences)]
-        key = str(rng.randrange(1000, 9999))
-        place = rng.randrange(sentences // 5, sentences - sentences // 5)
-        notes.insert(place, f"The pass key is {key}. Remember it. {key} is the pass key.")
-        told = "There is a pass key hidden in this text. Find it and remember it."
-        found.append((f"{told}\n\n{' '.join(notes)}\n\nWhat is the pass key?", key))
-    return found
-
-
-def number_prompts() -> list[tuple[str, str]]:
-    """Questions about one of five people's numbers, which are strewn over some 930 tokens, and the number."""
-    found = []
-    for i in range(HIDDEN):
-        rng = random.Random(f"number {i}")
-        notes = [rng.choice(NOTES) for _ in range(SENTENCES)]
-        people = {name: str(rng.randrange(1000, 9999)) for name in rng.sample(PEOPLE, 5)}
-        for name, number in people.items():
-            notes.insert(rng.randrange(len(notes)), f"The phone number of {name} is {number}.")
-        asked = rng.choice(list(people))
-        question = f"What is the phone number of {asked}?"
-        found.append((f"Read this text.\n\n{' '.join(notes)}\n\n{question}", people[asked]))
-    return found
-
-
-def right(model: CompiledModel, prompts: list[tuple[str, str]]) -> int:
-    """How many answers hold what was asked for."""
-    count = 0
-    for prompt, wanted in prompts:
-        out = model.generate([[{"role": "user", "content": prompt}]], 16)
-        count += wanted in (out.text or [""])[0]
-    return count
-
-
 def answered(model: CompiledModel, base: Base | None) -> tuple[dict[str, Any], Base]:
     """The result of an artifact, and what it is made of."""
     told: dict[str, Any] = {}
@@ -134,12 +98,42 @@ def answered(model: CompiledModel, base: Base | None) -> tuple[dict[str, Any], B
             apart = divergence(base.odds[kind], odds[kind])
             told[f"kl {kind}"] = apart.kl / STEPS
             told[f"first {kind}"] = apart.same / STEPS
-    told["keys"] = right(model, key_prompts())
-    told["numbers"] = right(model, number_prompts())
+    told["keys"] = right(model, key_prompts(HIDDEN))
+    told["numbers"] = right(model, number_prompts(HIDDEN))
     texts = [model.generate([[{"role": "user", "content": c}]], NEW).tokens[0] for c in CHATS]
     if base is not None:
         told["texts"] = sum(a == b for a, b in zip(texts, base.texts, strict=True))
     return told, Base(odds, texts)
+
+
+def asked_of(model: Path) -> tuple[Program, Tokenizer]:
+    """What is built, and its tokenizer. Raises InputError where it has no chat template."""
+    tokenizer = open_source(model).tokenizer
+    if tokenizer is None or not tokenizer.config.templates:
+        raise InputError(f"{model.name} has no chat template, and is asked questions: give another")
+    loaded = open_source(model).load()
+    return capture(loaded.model, max_context=CONTEXT, stored=loaded.stored), tokenizer
+
+
+def recall(model: Path, cases: list[Case], needles: int, skip: int = 0) -> None:
+    """Print a row of a table for each; `skip`: prompts before the first that is asked."""
+    warnings.filterwarnings("ignore")
+    program, tokenizer = asked_of(model)
+    prompts = key_prompts(skip + needles)[skip:], number_prompts(skip + needles)[skip:]
+    print(
+        f"| {model.name} | pass keys of {needles} | phone numbers of {needles} |\n|---|---:|---:|"
+    )
+    for case in cases:
+        recipe = Recipe(case.recipe, tables=case.tables) if case.tables else Recipe.load("base")
+        options = BuildOptions(max_context=CONTEXT, verify=False)
+        try:
+            with tempfile.TemporaryDirectory() as out:
+                build_captured(program, recipe, options, tokenizer, Path(out) / "built").close()
+                with accel.load(Path(out) / "built") as artifact:
+                    counts = [str(right(artifact, some)) for some in prompts]
+        except AccelError as error:
+            counts = [f"refused, {' '.join(str(error).split())}", ""]
+        print(f"| `{case.name}` | {' | '.join(counts)} |", flush=True)
 
 
 def measure(model: Path, cases: list[Case], results: Path, train: bool = False) -> None:
@@ -157,13 +151,7 @@ def measure(model: Path, cases: list[Case], results: Path, train: bool = False) 
         tempfile.TemporaryDirectory() as place,
     ):
         task = bar.add_task("capture", total=len(cases))
-        tokenizer = open_source(model).tokenizer
-        if tokenizer is None or not tokenizer.config.templates:
-            raise InputError(
-                f"{model.name} has no chat template, and is asked questions: give another"
-            )
-        loaded = open_source(model).load()
-        program = capture(loaded.model, max_context=CONTEXT, stored=loaded.stored)
+        program, tokenizer = asked_of(model)
         base: Base | None = None
         for case in [Case("base"), *(c for c in cases if c.recipe != "base")]:
             bar.update(task, description=case.name)
@@ -261,6 +249,23 @@ def changed(case: Case, options: list[str]) -> Case:
     return replace(case, tables=tables)
 
 
+def sized(case: Case, sizes: list[int]) -> list[Case]:
+    """A case with other values of its budget; one without a budget as it is."""
+    if not case.option or not sizes:
+        return [case]
+    return [
+        replace(
+            case,
+            value=size,
+            tables={
+                axis: {**table, case.option: size} if case.option in table else table
+                for axis, table in case.tables.items()
+            },
+        )
+        for size in sizes
+    ]
+
+
 def main(
     model: Annotated[Path | None, typer.Argument(help="A folder or a GGUF file.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="A recipe; may be repeated.")] = None,
@@ -273,6 +278,18 @@ def main(
         list[str] | None,
         typer.Option("--set", help="AXIS.OPTION=VALUE of the recipes of --only; nothing is kept."),
     ] = None,
+    needles: Annotated[
+        int, typer.Option(min=0, help="Print what --only finds of so many prompts of each kind.")
+    ] = 0,
+    budget: Annotated[
+        list[int] | None, typer.Option(help="With --needles: of the recipes; may be repeated.")
+    ] = None,
+    skip: Annotated[
+        int,
+        typer.Option(
+            min=0, help="With --needles: prompts to leave out, which options were chosen by."
+        ),
+    ] = 0,
     results: Path = ROOT / "build" / "real-recipes",
     docs: Path = ROOT / "docs" / "figures",
 ) -> None:
@@ -285,6 +302,14 @@ def main(
         known = suited()
         if wrong := [n for n in only or () if n not in known]:
             raise typer.BadParameter(f"no recipe {wrong[0]!r}; accel-compile recipes lists them")
+        if needles:
+            first = [changed(swept(name)[0], set_ or []) for name in only or ("base",)]
+            cases = [c for case in first for c in sized(case, budget or [])]
+            try:
+                recall(model, cases, needles, skip)
+            except InputError as error:
+                raise typer.BadParameter(str(error)) from None
+            return
         if set_:
             with tempfile.TemporaryDirectory() as place:
                 cases = [changed(swept(name)[0], set_) for name in only or ()]

@@ -14,7 +14,7 @@ from accel.ir.ops.rope import rope
 from accel.ir.program import Program, operand
 from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Tables
-from accel.passes.calibrate import calibrate
+from accel.passes.calibrate import calibrate, feeds
 from accel.passes.kv._shared.cached import appends
 from accel.passes.kv._shared.second_model import reader
 from accel.passes.trained import Parts, product
@@ -39,7 +39,28 @@ def appended(node: fx.Node) -> fx.Node:
 
 def measured(method: Tables, program: Program, text: Text) -> Parts:
     """The constants of each layer, of a program over state that no method has changed."""
-    return method.measure(observed(program, text))
+    return method.measure(observed(program, _answered(program, text)))
+
+
+def _answered(program: Program, text: Text) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of a text; of examples only those that the program answers, or as text if it answers none."""
+    wrong, right = list[tuple[Tensor, Tensor]](), False
+    for tokens, known in text:
+        if (known >= 0).all() or says(program, tokens, known):
+            right = True
+            yield tokens, known
+        elif not right:
+            wrong.append((tokens, torch.ones_like(known)))
+    if not right:
+        yield from wrong
+
+
+def says(program: Program, tokens: Tensor, known: Tensor) -> bool:
+    """Whether each token [1,T+1] that is `known` [1,T] is the likeliest one."""
+    asked = (known[0] > 0).nonzero()[:, 0]
+    given = {**feeds(program, "step", tokens[:, :-1]), "rows": asked[None]}
+    said = program.run("step", given)["logits"][0].argmax(-1)
+    return torch.equal(said, tokens[0, 1:][asked])
 
 
 def observed(program: Program, text: Text) -> Iterator[Rows]:

@@ -32,7 +32,8 @@ class Sentencekv(Units):
     a unit. A sentence of generated text is cut where `every` tokens become units; until then they are read whole.
 
     The paper first drops tokens of the prompt, as `kv.score = snapkv` does with `kernel = 7` and `pooling = "max"`;
-    here all are held, and each KV head, not each query head, has a list.
+    here all are held, since a unit's tokens lie in slots that all heads of a row share, and eviction leaves each head
+    others. Each KV head, not each query head, has a list.
     """
 
     size: int = 16

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from accel.ir.axis import option
-from accel.ir.tables import Rows, Sizes, Tables
+from accel.ir.tables import Example, Rows, Sizes, Tables
 from accel.runtime.kv.budget import Base
+from accel.runtime.kv.budget._needles import needles
 from accel.runtime.kv.budget._observed import right_places
 from accel.runtime.kv.budget._share import Share
 
@@ -24,9 +25,12 @@ class HeadKVR2(Tables, Share, Base):
     """A head keeps `window` tokens, as in the score. Of the rest, every head gives the fraction 1 / `beta` to a pool,
     which the heads of all layers share according to their importance. What has no room goes to the other heads.
 
-    The importance of a head is how much of the attention to the right places is among its highest weights. Text marks
-    no such places, so they are the earlier copies of the next token that follow a copy of the current one. The heads
-    of a group are averaged. The paper raises importances to a power, as an option; here they stay as they are.
+    The importance of a head is how much of the attention to the right places is among its highest weights, in examples
+    that the model answers right: a text hides two facts, from which together the answer follows, among others of the
+    kind (`_needles.py`). The right places are the facts, while the answer comes. A text of one's own marks none, and a
+    model may answer no example: then they are the earlier copies of the next token that follow a copy of the current
+    one. The heads of a group are averaged. The paper raises importances to a power, as an option; here they stay as
+    they are.
     """
 
     key: ClassVar[str] = "headkv-r2"
@@ -94,7 +98,9 @@ class HeadKVR2(Tables, Share, Base):
         found: dict[int, Any] = {}
         for row in rows:
             for one in range(len(row.tokens)):
-                places = right_places(row.tokens[one])
+                places = (row.known[one] < 0).expand(row.known.shape[1], -1)
+                if not places.any():
+                    places = right_places(row.tokens[one])
                 asked = ((row.known[one] > 0) & places.any(1)).nonzero()[:, 0]
                 span = places[asked]  # [N,T]
                 weight = row.known[one][asked]
@@ -109,6 +115,10 @@ class HeadKVR2(Tables, Share, Base):
         share = {i: x / mean if mean > 0 else x * 0 + 1 for i, x in found.items()}
         each = [float(share[i].mean()) for i in sorted(share)]
         return {i: {"share": x, "shares": x.new_tensor(each)} for i, x in share.items()}
+
+    def examples(self, seed: int) -> Iterator[Example]:
+        """See Tables."""
+        return needles(seed)
 
     def _weights(self, share: Any) -> Any:
         """What each gets of the tokens beyond the window, 1 on average."""

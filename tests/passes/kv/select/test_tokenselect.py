@@ -108,6 +108,96 @@ def test_every_candidate_is_as_far_away(interleaved):
     torch.testing.assert_close(queries, want, atol=1e-5, rtol=1e-4)
 
 
+def turned_to(x, angle, kind):
+    """x [D] turned by the angles of a position, each pair of channels by itself."""
+    pairs = [
+        (2 * i, 2 * i + 1) if kind == "interleaved" else (i, i + D // 2) for i in range(D // 2)
+    ]
+    out = x.double().clone()
+    for (a, b), t in zip(pairs, angle.tolist(), strict=True):
+        out[a] = x[a] * np.cos(t) - x[b] * np.sin(t)
+        out[b] = x[a] * np.sin(t) + x[b] * np.cos(t)
+    return out
+
+
+def law_list_positions(kind, method):
+    """Attention over the list, whose keys are turned to 0, 1, … and the query to the last of these, token by token."""
+    _, x = case()
+    by_position = torch.tensor([1.0, 0.3, 0.1, 0.03])
+    angle = torch.arange(64.0)[:, None] * by_position
+    cos, sin = angle.cos(), angle.sin()
+    r = torch.Generator().manual_seed(3)
+    raw = x["keys"], x["queries"]
+    back = torch.arange(63, 0, -1)
+    held = {
+        **x,
+        "values": torch.randn(B, G, C, 5, generator=r),
+        "keys": rope(raw[0], x["k_pos"], cos, sin, kind == "interleaved"),
+        "queries": rope(
+            raw[1].transpose(1, 2), x["positions"], cos, sin, kind == "interleaved"
+        ).transpose(1, 2),
+        f"cos.{kind}": torch.cat((cos[back], cos)),
+        f"sin.{kind}": torch.cat((-sin[back], sin)),
+    }
+    form = Form("causal", scale=0.4)
+    read, new = method.choose(held, form, {}, x["slots"] < 0)
+    assert [[s for s in row if s >= 0] for row in read[:, 0, 0].tolist()] == [[n] for n in LENGTHS]
+    for row in range(B):
+        listed = by_hand(method, {**x, "queries": new_queries(method, raw, by_position, kind)}, row)
+        for head in range(H):
+            keys, values = raw[0][row, head // 2], held["values"][row, head // 2].double()
+            query = turned_to(raw[1][row, 0, head], by_position * (len(listed) - 1), kind)
+            logits = torch.stack(
+                [turned_to(keys[s], by_position * i, kind) @ query for i, s in enumerate(listed)]
+            )
+            logits = 0.4 * logits
+            want = logits.softmax(0) @ values[listed]
+            lse, out = new["lse"][row, head, 0].double(), new["out"][row, head, 0].double()
+            own = (logits[-1] - torch.logaddexp(lse, logits[-1])).exp()
+            torch.testing.assert_close(
+                (1 - own) * out + own * values[LENGTHS[row]], want, atol=1e-4, rtol=1e-3
+            )
+
+
+def new_queries(method, raw, by_position, kind):
+    """Queries as choices read them: keys at 0, they at `window`."""
+    return torch.stack(
+        [
+            torch.stack([turned_to(q, by_position * method.window, kind) for q in one[0]])[None]
+            for one in raw[1]
+        ]
+    ).float()
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "halves"])
+def test_keys_are_read_at_their_place_in_the_list(kind):
+    law_list_positions(kind, built("tokenselect", reuse=2.0, tokens_read=9, at="list"))
+
+
+def test_true_positions_are_caught():
+    class Elsewhere(Tokenselect):
+        def in_order(self, x, mask, read, slot):
+            return super().in_order({**x, "k_pos": x["k_pos"] + 1}, mask, read, slot)
+
+    options = {**Tokenselect.small, "reuse": 2.0, "tokens_read": 9, "at": "list"}
+    with pytest.raises(AssertionError):
+        law_list_positions("halves", Elsewhere(**options))
+
+
+@pytest.mark.parametrize("wide", [1, 5])
+def test_a_token_reads_the_same_alone_and_among_others(stateful, wide):
+    """In calls of one token and of several; without a list that is cut, what plain attention reads."""
+    made = Selecting(stateful("llama"), built("tokenselect", at="list"))
+    tokens = made.tokens(1, 40)
+    with made.session() as one, made.session() as other:
+        one.prompt(tokens[:, :25])
+        other.prompt(tokens[:, :25])
+        found = np.concatenate(
+            [other.run(tokens[:, i : i + wide]) for i in range(25, 40, wide)], axis=1
+        )
+        np.testing.assert_allclose(singles(one, tokens[:, 25:]), found, atol=1e-4)
+
+
 def test_what_is_no_number_is_read():
     method, x = case()
     x["keys"][0, 1, 7] = float("nan")
@@ -172,6 +262,7 @@ test_options_that_make_no_sense = refuses(
     ({"reuse": -1.5}, "kv.select.tokenselect: reuse is -1.5; give at least -1"),
     ({"reuse": float("nan")}, "kv.select.tokenselect: reuse is nan; give at least -1"),
     ({"page": 16}, "page"),
+    ({"at": "end"}, "kv.select.tokenselect: at 'end' does not exist; known: list, text"),
 )
 
 
