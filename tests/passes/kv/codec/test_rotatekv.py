@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
-from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Form
 from accel.ir.tables import Observed, Rows
-from accel.passes.kv.codec import At, _transform
+from accel.passes.kv.codec import At
 
 from ....refused import refuses
 from ....select_case import Selecting
@@ -29,7 +28,7 @@ def numbers(heads=4, outliers=4, seed=0):
     return x
 
 
-def tables_of(x, **options):
+def method_of(x, **options):
     """A method and its constants, measured of x."""
     method = AXIS.build("rotatekv", **options)
     rows = Rows(
@@ -37,13 +36,7 @@ def tables_of(x, **options):
         torch.ones(1, x.shape[2]),
         {0: Observed(x, x, x, Form("causal"), x)},
     )
-    return method, method.measure([rows])[0]
-
-
-def method_of(x, **options):
-    """A method, and the order of channels."""
-    method, constants = tables_of(x, **options)
-    return method, constants["order"]
+    return method, method.measure([rows])[0]["order"]
 
 
 def lost(x, role, method, order):
@@ -111,84 +104,6 @@ def test_rotations_and_the_order_lose_less_where_channels_are_outliers(bits):
     assert lost(even, "v", method, order) > 0.9 * unrotated(even)  # the control
 
 
-POINTS = {  # of a normal distribution, found here by Lloyd's iteration over its quantiles
-    1: [0.7979],
-    2: [0.4528, 1.5104],
-    4: [0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326],
-}
-
-
-def test_the_points_lose_least_of_a_normal_distribution():
-    """Each is the mean of the numbers that are nearest to it."""
-    x = torch.distributions.Normal(0.0, 1.0).icdf((torch.arange(400_000) + 0.5).double() / 400_000)
-    for bits, above in POINTS.items():
-        points = _transform._points(bits, x).double()
-        assert points[2 ** (bits - 1) :].tolist() == pytest.approx(above)
-        nearest = torch.bucketize(x, (points[1:] + points[:-1]) / 2)
-        means = torch.stack([x[nearest == i].mean() for i in range(2**bits)])
-        assert (means - points).abs().max() < 1e-3
-
-
-def alike(seed=0):
-    """Keys [1,2,256,D] whose channels go together: few directions are large; about means."""
-    generator = torch.Generator().manual_seed(seed)
-    turn = torch.linalg.qr(torch.randn(2, WIDTH, WIDTH, generator=generator)).Q
-    x = torch.randn(1, 2, 256, WIDTH, generator=generator) * 0.8 ** torch.arange(WIDTH)
-    return x @ turn + 2 * torch.randn(2, 1, WIDTH, generator=generator)
-
-
-def read_back(x, role, method, constants):
-    joined = x.transpose(1, 2).flatten(2)[:, None].unflatten(2, (-1, method.recent))
-    at = At(role, joined.shape[-1], constants=constants)
-    back = method.decode(at, method.encode(at, joined))[0, 0]
-    return back.unflatten(-1, (x.shape[1], -1)).transpose(0, 1)[None], method.bits_of(at)
-
-
-def in_points(z, size, levels):
-    """z [T,D] in nearest points of so many bits a direction, and the scale that is off least."""
-    scale = np.linalg.norm(z, axis=1, keepdims=True) / np.linalg.norm(size)
-    read = np.zeros_like(z)
-    for i, bits in enumerate(levels):
-        points = np.array([-p for p in POINTS[bits]] + POINTS[bits])
-        y = z[:, i] / (size[i] * scale[:, 0])
-        read[:, i] = points[np.abs(y[:, None] - points).argmin(1)] * size[i]
-    return read * ((z * read).sum(1) / (read * read).sum(1))[:, None]
-
-
-def test_principal_directions_are_encoded_by_their_size():
-    x = alike()
-    method, constants = tables_of(x, rotation="principal")
-    found, bits = read_back(x, "k", method, constants)
-    assert bits == 2 + 16 / WIDTH
-    for head in range(2):
-        keys = x[0, head].double().numpy()
-        middle = keys.mean(0)
-        size, basis = np.linalg.eigh(np.cov(keys.T, bias=True))
-        size, basis = np.sqrt(size[::-1]), basis[:, ::-1]
-        levels = [4] * 8 + [2] * 8 + [1] * 16
-        want = in_points((keys - middle) @ basis, size, levels) @ basis.T + middle
-        off = np.linalg.norm(found[0, head].numpy() - want, axis=1)
-        assert np.median(off) < 1e-2 and (off < 1e-2).mean() > 0.95, "but for ties"
-    values, bits = read_back(x, "v", method, constants)
-    turn = sylvester(WIDTH) / WIDTH**0.5
-    want = in_points(x[0, 0].double().numpy() @ turn, np.ones(WIDTH), [2] * WIDTH) @ turn
-    assert bits == 2 + 16 / WIDTH
-    assert np.median(np.abs(values[0, 0].numpy() - want)) < 1e-3
-
-
-def test_principal_directions_lose_less_where_keys_have_few():
-    """Than the paper's rotation in more bits; where no direction is larger they do not: the control."""
-
-    def lost_by(x, **options):
-        method, constants = tables_of(x, **options)
-        return float((read_back(x, "k", method, constants)[0] - x).square().mean())
-
-    few = alike()
-    assert lost_by(few, rotation="principal") < 0.25 * lost_by(few, group=32)
-    even = torch.randn(1, 2, 256, WIDTH, generator=torch.Generator().manual_seed(1))
-    assert lost_by(even, rotation="principal") > 0.7 * lost_by(even, group=32)
-
-
 def drive(case, count):
     """Logits [1,2,V] after so many tokens, and the positions in codes."""
     found, session = after(case, count)
@@ -213,14 +128,5 @@ def test_sinks_and_new_tokens_are_exact_and_eight_bits_near(stateful):
 
 
 test_what_makes_no_sense_is_refused = refuses(
-    "kv.codec.rotatekv",
-    {"bits": 3},
-    {"group": 0},
-    {"recent": 0},
-    {"first": -1},
+    "kv.codec.rotatekv", {"bits": 3}, {"group": 0}, {"recent": 0}, {"first": -1}
 )
-
-
-def test_principal_directions_have_two_bits_on_average():
-    with pytest.raises(RecipeError, match="bits is 4.*give 2"):
-        AXIS.build("rotatekv", rotation="principal", bits=4)
