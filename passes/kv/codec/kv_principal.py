@@ -110,11 +110,12 @@ def _apart(at: At, x: Tensor) -> Tensor:
     """x [...,G D] -> [...,G,D] in the directions that are encoded."""
     basis = at.constants["basis"]
     apart = x.unflatten(-1, tuple(basis.shape[:2]))
+    turned: Tensor
     if at.role == "k":
-        apart = apart - at.constants["middle"]
-        return (apart[..., None, :] @ basis).squeeze(-2)
-    size = _power(int(basis.shape[1]))
-    turned: Tensor = rotated(apart, size) * size**-0.5
+        turned = ((apart - at.constants["middle"])[..., None, :] @ basis).squeeze(-2)
+    else:
+        size = _power(int(basis.shape[1]))
+        turned = rotated(apart, size) * size**-0.5
     return turned
 
 
