@@ -1,5 +1,5 @@
-"""Dovetail (arXiv:2412.18934): layers over a gated fusion of a token's embedding and the last hidden state of the target
-draft, on a device of their own.
+"""Dovetail (arXiv:2412.18934): layers draft by a gated fusion of a token's embedding and the last hidden state of the
+target.
 """
 
 from __future__ import annotations

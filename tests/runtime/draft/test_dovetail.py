@@ -145,7 +145,7 @@ def build(source, path, target="eager", tree="chain", **more):
 
 @torch.no_grad()
 def test_states_are_those_of_the_formulas(home, tmp_path):
-    """To 1e-5, of heads of one layer and of two. The controls: a gate that is even, and features of the token before."""
+    """To 1e-5, of heads of one layer and of two. The controls: an even gate, and features of the token before."""
     module, _ = home
     embed, g = module.get_input_embeddings(), torch.Generator().manual_seed(5)
     tokens, h = torch.arange(3, 15), torch.randn(12, module.config.hidden_size, generator=g)

@@ -1,5 +1,5 @@
-"""Dovetail's heads (arXiv:2412.18934) in the layout of their authors: `config.json` is that of a model of so many layers;
-tensors are the layers' own, of which the first has no norm before its attention, and those of the gated fusion.
+"""Dovetail's heads (arXiv:2412.18934) in the layout of their authors: `config.json` is that of a model of so many
+layers; tensors are the layers' own, of which the first has no norm before its attention, and those of the gated fusion.
 """
 
 from __future__ import annotations

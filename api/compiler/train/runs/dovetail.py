@@ -1,5 +1,5 @@
-"""Training of Dovetail's head (arXiv:2412.18934), as that of EAGLE's: the model's next hidden state, and what its output
-head says of that.
+"""Training of Dovetail's head (arXiv:2412.18934), as that of EAGLE's: the model's next hidden state, and what its
+output head says of that.
 """
 
 from __future__ import annotations
