@@ -8,9 +8,10 @@ import torch
 
 import accel
 from accel.compiler.load.source import open_source
+from accel.compiler.train import stated
 from accel.compiler.train.kind import kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
-from accel.compiler.train.runs import eagle1, longspec, moa_spec
+from accel.compiler.train.runs import longspec, moa_spec
 from accel.compiler.train.runs.glide import BLOCK, block_mask
 from accel.compiler.train.source import Source
 from accel.compiler.train.train import train
@@ -109,7 +110,7 @@ def test_a_head_of_eagle_learns_states_and_what_is_said_of_them(opened, tmp_path
     """By the paper, without noise: the distance of its states from the model's, and a tenth of the cross-entropy. The
     control: states of the token before.
     """
-    monkeypatch.setattr(eagle1, "NOISE", 0.0)
+    monkeypatch.setattr(stated, "NOISE", 0.0)
     run, rows = run_of(opened, "eagle1", tmp_path)
     learnt(run, rows, 2)
     ids, _ = next(rows)
@@ -141,7 +142,7 @@ def test_a_head_of_dovetail_learns_by_the_same_losses(opened, tmp_path, monkeypa
     """By the paper's formulas: the distance of its states from the model's, and a tenth of the cross-entropy. The
     control: states of the token before.
     """
-    monkeypatch.setattr(eagle1, "NOISE", 0.0)
+    monkeypatch.setattr(stated, "NOISE", 0.0)
     run, rows = run_of(opened, "dovetail", tmp_path)
     learnt(run, rows, 2)
     ids, _ = next(rows)

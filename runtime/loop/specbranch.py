@@ -131,7 +131,7 @@ class Specbranch(TrainedPart, Parallel):
                 rows[i].extend(logits[i, : level.tokens.size], self.threshold, self.goes_on)
             levels = {i: rows[i].level() for i in levels}
             step += 1
-        return {i: row.found() for i, row in rows.items()}
+        return {i: row.ahead() for i, row in rows.items()}
 
 
 @dataclass
@@ -150,7 +150,7 @@ class _Branches:
         self._open = list(range(len(self.tokens)))
         self._sure: list[int | None] = [None for _ in self.tokens]
 
-    def found(self) -> Ahead:
+    def ahead(self) -> Ahead:
         """What was drafted, by the first tokens."""
         return {
             first: Branch(np.array(rest, np.int64), sure)

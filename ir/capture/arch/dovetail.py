@@ -31,7 +31,8 @@ class GatedFusion(nn.Module):
     def forward(self, e: Tensor, h: Tensor) -> Tensor:
         feature, embedding = self.w1(h), F.silu(self.w2(self.norm(e)))
         z = torch.sigmoid(self.wz(torch.cat([feature, embedding], dim=-1)))
-        return z * feature + (1 - z) * embedding
+        mixed: Tensor = z * feature + (1 - z) * embedding
+        return mixed
 
 
 class Dovetail(nn.Module):
@@ -57,7 +58,7 @@ class Dovetail(nn.Module):
 
     def guessed(self, e: Tensor, h: Tensor, positions: Tensor) -> Tensor:
         """The features of the next tokens, of embeddings and features [B,T,W]."""
-        y = self.fusion(e, h)
+        y: Tensor = self.fusion(e, h)
         turns = self.rotary(y, positions)
         for layer in self.layers:
             y = layer(y, attention_mask=None, position_embeddings=turns)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accel.compiler.load.heads.dovetail import published
-from accel.compiler.train.runs.eagle1 import BesideEagle1, Eagle1Run
+from accel.compiler.train.stated import BesideStates, StatedRun
 from accel.ir.capture.arch.dovetail import Dovetail
 from accel.runtime.draft.dovetail import Dovetail as DovetailDraft
 
@@ -21,7 +21,7 @@ LAYERS = 2
 
 
 @dataclass
-class BesideDovetail(BesideEagle1):
+class BesideDovetail(BesideStates):
     """Layers of the model's own sizes, which speak by the model's output head."""
 
     @cached_property
@@ -44,7 +44,7 @@ class BesideDovetail(BesideEagle1):
         }
 
 
-class DovetailRun(Eagle1Run):
+class DovetailRun(StatedRun):
     """Beside a model."""
 
     drafter = DovetailDraft

@@ -109,14 +109,14 @@ def dropped(part: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def taught(
-    method: type[Specbranch], learnt: Examples, held: Examples, options: TrainOptions
+    method: type[Specbranch], learnt: Examples, apart: Examples, options: TrainOptions
 ) -> dict[str, Tensor]:
-    """A predictor that learnt from examples, as it is best on the `held` ones. It learns from numbers that are as large
-    as each other, which its first layer then scales itself.
+    """A predictor that learnt from examples, as it is best on those that are `apart`. It learns from numbers that are
+    as large as each other, which its first layer then scales itself.
     """
     (x, fates), generator = learnt, torch.Generator().manual_seed(options.seed)
     mean, size = x.mean(0), x.std(0).clamp(min=1e-6)
-    x, checked = (x - mean) / size, (held[0] - mean) / size
+    x, checked = (x - mean) / size, (apart[0] - mean) / size
     part = begun(method.sizes(x.shape[1]), generator)
 
     def loss() -> Tensor:
@@ -127,7 +127,7 @@ def taught(
         torch.manual_seed(options.seed)
         learn(
             part.values(), loss, options.rate, STEPS,
-            lambda: F.cross_entropy(classes(part, checked), held[1]),
+            lambda: F.cross_entropy(classes(part, checked), apart[1]),
         )  # fmt: skip
     part["first"] /= size[:, None]
     part["first.bias"] -= mean @ part["first"]
