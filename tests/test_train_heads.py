@@ -8,9 +8,10 @@ import torch
 
 import accel
 from accel.compiler.load.source import open_source
+from accel.compiler.train import stated
 from accel.compiler.train.kind import kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
-from accel.compiler.train.runs import eagle1, longspec, moa_spec
+from accel.compiler.train.runs import longspec, moa_spec
 from accel.compiler.train.runs.glide import BLOCK, block_mask
 from accel.compiler.train.source import Source
 from accel.compiler.train.train import train
@@ -18,10 +19,11 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import InputError
 
 from .heads_case import Eagle1
+from .runtime.draft.test_dovetail import Plain as Dovetail
 from .runtime.draft.test_longspec import Plain as Longspec
 from .runtime.draft.test_moa_spec import Plain as MoaSpec
 
-METHODS = ("eagle1", "eagle3", "medusa", "bpd", "glide", "longspec", "moa-spec")
+METHODS = ("eagle1", "dovetail", "eagle3", "medusa", "bpd", "glide", "longspec", "moa-spec")
 OPTIONS = {"length": 16, "rows": 2, "inner": 64, "threads": 1, "minutes": 100.0, "rate": 5e-3}
 
 
@@ -108,7 +110,7 @@ def test_a_head_of_eagle_learns_states_and_what_is_said_of_them(opened, tmp_path
     """By the paper, without noise: the distance of its states from the model's, and a tenth of the cross-entropy. The
     control: states of the token before.
     """
-    monkeypatch.setattr(eagle1, "NOISE", 0.0)
+    monkeypatch.setattr(stated, "NOISE", 0.0)
     run, rows = run_of(opened, "eagle1", tmp_path)
     learnt(run, rows, 2)
     ids, _ = next(rows)
@@ -118,6 +120,36 @@ def test_a_head_of_eagle_learns_states_and_what_is_said_of_them(opened, tmp_path
         {n: p.detach() for n, p in run.parts[0].items()}, module, run.soft.layer.num_attention_heads
     )
     plain.table = run.soft.program.params["model.embed_tokens.weight"].detach()
+
+    @torch.no_grad()
+    def by_hand(ahead):
+        losses = []
+        for tokens, states, said in zip(ids, h, says, strict=True):
+            found = plain.states(tokens[1:], states[:-1])[: len(states) - ahead]
+            near = (found - states[ahead:]).abs()
+            apart = torch.where(near < 1, near**2 / 2, near - 0.5).mean()
+            p = said[ahead:][:, run.soft.ids].softmax(-1)
+            q = (found @ run.soft.output_head.T).log_softmax(-1)
+            losses.append(apart - 0.1 * (p * q).sum(-1).mean())
+        return torch.stack(losses).mean()
+
+    ((loss, _),) = run.drafts(ids)
+    torch.testing.assert_close(loss.detach(), by_hand(1), atol=1e-5, rtol=1e-5)
+    assert abs(float(loss - by_hand(2))) > 1e-3
+
+
+def test_a_head_of_dovetail_learns_by_the_same_losses(opened, tmp_path, monkeypatch):
+    """By the paper's formulas: the distance of its states from the model's, and a tenth of the cross-entropy. The
+    control: states of the token before.
+    """
+    monkeypatch.setattr(stated, "NOISE", 0.0)
+    run, rows = run_of(opened, "dovetail", tmp_path)
+    learnt(run, rows, 2)
+    ids, _ = next(rows)
+    h, says = run.soft.read(ids)
+    layer = run.soft.layer
+    tensors = {n: t.detach() for n, t in run.saved().items()}
+    plain = Dovetail(tensors, run.soft.embedded, layer.num_attention_heads, layer.rms_norm_eps)
 
     @torch.no_grad()
     def by_hand(ahead):

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from accel.runtime.decode.rounds import Rounds, begin_figures
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop import Base
+from accel.runtime.loop._foresight import Fate, Foresight
 from accel.runtime.loop.speculative import DRAFTS_RELY, reach
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import Follower, opening, reads_whole, second
@@ -26,7 +28,25 @@ from accel.runtime.verify import Chance, Target, match
 
 ALONE = 2  # steps without a draft, which say what those with one beside them cost
 NOTHING = np.zeros(0, np.int64)
-Ahead = Mapping[int, Ints]  # what was drafted: of each token that may come next, those after it [n]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Tokens [n] that were drafted behind one that may come next. `sure`: how many come before the first that the draft
+    model is unsure of; None: all.
+    """
+
+    tokens: Ints
+    sure: int | None = None
+
+    def first(self, fate: Fate) -> Ints:
+        """Those that the next call is to verify, where the whole draft is to fare so."""
+        counts = {Fate.NONE: 0, Fate.SOME: self.sure, Fate.ALL: None}
+        return self.tokens[: counts[fate]]
+
+
+NO_BRANCH = Branch(NOTHING)
+Ahead = Mapping[int, Branch]  # what was drafted, by the token that may come next
 
 
 class Parallel(Base):
@@ -46,6 +66,10 @@ class Parallel(Base):
         token in each (`Follower.most`).
         """
 
+    def foresight(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Foresight:
+        """What says of the drafts of these rows how they will fare."""
+        return Foresight()
+
     def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
         draft_model = second(context, self)
         with ExitStack() as stack:
@@ -54,7 +78,8 @@ class Parallel(Base):
             thread = stack.enter_context(
                 ThreadPoolExecutor(1)
             )  # ends before the draft's session closes
-            found = _Rounds(self, session, rows, context, follower, thread)
+            foresight = stack.enter_context(closing(self.foresight(session, rows, context)))
+            found = _Rounds(self, session, rows, context, follower, thread, foresight)
             found.opened = stack.pop_all()
             return found
 
@@ -68,9 +93,10 @@ class _Rounds(Rounds):
 
     def __init__(
         self, of: Parallel, session: Session, rows: Sequence[Row], context: DecodeContext,
-        follower: Follower, thread: ThreadPoolExecutor,
+        follower: Follower, thread: ThreadPoolExecutor, foresight: Foresight,
     ):  # fmt: skip
         super().__init__(session, rows)
+        self._foresight = foresight
         self._of = of
         self._follower, self._thread = follower, thread
         self._chances = [Chance(row.rng) for row in rows]
@@ -184,7 +210,12 @@ class _Rounds(Rounds):
         row.drafting.update(rounds=len(tree) > 0, drafted=len(tree), accepted=stood)
         if len(tree):
             row.drafts[len(tree), stood] += 1
-        found = ahead.get(verdict.token, NOTHING) if len(verdict.path) == len(tree) else NOTHING
+            self._foresight.observe(i, len(tree), stood)
+        whole = len(verdict.path) == len(tree)
+        branch = ahead.get(verdict.token, NO_BRANCH) if whole else NO_BRANCH
+        found = branch.tokens
+        if found.size and not row.finish:
+            found = branch.first(self._foresight.fate(i, verdict.token))
         wrong = np.flatnonzero(
             found >= self._session.vocab_size
         )  # tokens that only the draft model has

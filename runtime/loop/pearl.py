@@ -9,7 +9,7 @@ import numpy as np
 
 from accel.ir.axis import option
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.loop._parallel import Ahead, Parallel
+from accel.runtime.loop._parallel import Ahead, Branch, Parallel
 from accel.runtime.speculation.follow import Follower
 
 
@@ -36,5 +36,8 @@ class Pearl(Parallel):
                 found[i].append(token)
             new = {i: token for i, token in new.items() if len(found[i]) < most[i]}
             if not new:
-                return {i: {first: np.array(rest, np.int64)} for i, (first, *rest) in found.items()}
+                return {
+                    i: {first: Branch(np.array(rest, np.int64))}
+                    for i, (first, *rest) in found.items()
+                }
             logits = follower.run({i: np.array([token]) for i, token in new.items()})

@@ -28,7 +28,7 @@ from accel.runtime.sample.standard import Standard
 
 BATCH, CHAIN, TREE = 8, 4, 25
 MODEL = Path(reference).parent
-BUNDLED = ("eagle1", "eagle3", "glide", "longspec", "moa-spec", "medusa", "bpd")
+BUNDLED = ("eagle1", "dovetail", "eagle3", "glide", "longspec", "moa-spec", "medusa", "bpd")
 RESCORED: tuple[dict[str, float], ...] = (  # one path, without n-grams and with; several
     {"paths": 1, "alpha": 0.0},
     {"paths": 1},
@@ -37,6 +37,7 @@ RESCORED: tuple[dict[str, float], ...] = (  # one path, without n-grams and with
 )
 SHAPES: dict[str, dict[str, tuple[dict[str, float], ...]]] = {
     "eagle1": {"chain": ({},), "eagle-tree": ({},)},
+    "dovetail": {"chain": ({},), "eagle-tree": ({},)},
     "eagle3": {"chain": ({},), "eagle-tree": ({},)},
     "glide": {"chain": ({},), "eagle-tree": ({},)},
     "longspec": {"chain": ({},), "eagle-tree": ({},)},

@@ -132,7 +132,7 @@ def test_what_stands_but_was_not_compared_is_caught(toy, monkeypatch):
     def trusts(self, i, logits, ahead):
         stood = judged(self, i, logits, ahead)
         for rest in ahead.values():
-            self._pending[i] = rest
+            self._pending[i] = rest.tokens
         return stood
 
     monkeypatch.setattr(_parallel._Rounds, "_judged", trusts)

@@ -2,6 +2,7 @@
 unsure.
 """
 
+from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 
@@ -14,15 +15,17 @@ from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.loop import _parallel
+from accel.runtime.loop._foresight import Fate, Foresight
 from accel.runtime.loop.pearl import Pearl
 from accel.runtime.loop.specbranch import Specbranch
 from accel.runtime.sample.standard import Standard
 from accel.runtime.tree import ROOT
-from accel.runtime.verify import Verdict
+from accel.runtime.verify import Verdict, match
 
 from ...draft_case import plain, rows_of
 from ...open_case import Tables
 from ...prefill_case import built
+from ...verify_case import distance, outcomes
 
 WARM = Standard(temperature=0.7, top_k=20)
 PROMPTS = [[5, 17, 20, 3, 8], [9], list(range(30, 42))]
@@ -147,6 +150,142 @@ def test_branches_catch_what_the_draft_model_confuses(monkeypatch):
 
     monkeypatch.setattr(Specbranch, "drafted", confused)
     assert figures(Specbranch(branches=2, **options))[0] > two[0]
+
+
+@dataclass
+class Foretold(Foresight):
+    """A foresight that is a function of the row's tokens."""
+
+    fates: object
+    rows: object
+    seen: list = field(default_factory=list)
+
+    def fate(self, row, token):
+        assert self.rows[row].seen[-1] == token
+        return self.fates(self.rows[row].seen)
+
+    def observe(self, row, drafted, stood):
+        self.seen.append((drafted, stood))
+
+
+def foretold(fates, sampler=WARM, every=2, **options):
+    """Of drafts that are verified as `fates` says: the row, what was seen of them, and calls of the target."""
+    seen = []
+
+    class Loop(Specbranch):
+        goes_on = True
+
+        def foresight(self, session, rows, context):
+            return Foretold(fates, rows, seen)
+
+    got = one(PROMPTS[0], sampler)
+    _, calls = run(Loop(**{"threshold": 0.3, **options}), got, every)
+    return got[0], seen, calls
+
+
+@pytest.mark.parametrize("sampler", [Standard(), WARM])
+def test_how_a_draft_fares_decides_what_of_it_is_verified(sampler):
+    """None, the part that the draft model is sure of, or all; the tokens are those of plain decoding whatever is
+    foretold. Of what ends by the threshold alone, the same is verified as where all is said to stand in part.
+    """
+    want = plain(Table(says), one(PROMPTS[0], sampler))[0]
+    none, some, whole = (foretold(lambda seen, f=f: f, sampler) for f in Fate)
+    mixed = foretold(lambda seen: Fate(int(seen.sum()) % 3), sampler)
+    assert all(of[0].tokens == want for of in (none, some, whole, mixed))
+    assert not none[1] and none[2] > some[2], "every token by a call of its own"
+    by_threshold = one(PROMPTS[0], sampler)
+    _, calls = run(Specbranch(threshold=0.3), by_threshold, 2)
+    assert (some[2], some[0].drafting) == (calls, by_threshold[0].drafting)
+    assert [n for n, _ in whole[1][:2]] == [5, 5]
+    assert whole[0].drafting["drafted"] > some[0].drafting["drafted"]
+
+
+def test_a_foresight_that_knows_makes_nothing_fall():
+    """Only drafts that stand whole are verified, of a draft model that errs: none of their tokens falls. The control
+    says the contrary.
+    """
+    line = one(PROMPTS[0], Standard())
+    want = plain(Table(says), line)[0]
+    text, say = line[0].seen.tolist(), errs(7)
+
+    def knows(seen):
+        held, stood = seen.tolist(), 0
+        while stood < 5 and len(held) < len(text) and int(say(held).argmax()) == text[len(held)]:
+            held.append(text[len(held)])
+            stood += 1
+        return Fate.of(5, stood)
+
+    found, seen, _ = foretold(
+        lambda s: Fate.ALL if knows(s) is Fate.ALL else Fate.NONE, Standard(), 7
+    )
+    _, wrong, _ = foretold(lambda s: Fate.NONE if knows(s) is Fate.ALL else Fate.ALL, Standard(), 7)
+    assert found.tokens == want and seen
+    assert all(drafted == stood for drafted, stood in seen[:-1])
+    assert not any(drafted == stood for drafted, stood in wrong[:-1])
+
+
+def law(loop, length=2):
+    """The law of a row's first tokens behind a prompt, over tables of three tokens: run for every way that the row's
+    draws can fall.
+    """
+
+    def little(seed):
+        @cache
+        def of(*held):
+            rng = np.random.default_rng([seed, *held])
+            return rng.standard_normal(3).astype(np.float32) * 1.5
+
+        return lambda held: of(*held[-2:])
+
+    target, draft = little(1), little(2)
+
+    class Small(Tables):
+        def __init__(self, says):
+            super().__init__(says, says, 3)
+
+    def tokens(chance):
+        rows = one([1, 2], Standard(temperature=1.0), limit=length)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_parallel, "Chance", lambda rng: chance)
+            patch.setattr(rows[0], "pick", lambda logits: chance.draw(drawn(logits)))
+            list(loop.tokens(Small(target), rows, beside(lambda batch: Small(draft))))
+        return tuple(rows[0].tokens)
+
+    def drawn(logits):
+        return Standard(temperature=1.0).distribution(logits, np.zeros(0, np.int64))
+
+    def alone(chance):
+        held = [1, 2]
+        for _ in range(length):
+            held.append(chance.draw(drawn(target(tuple(held)))))
+        return tuple(held[2:])
+
+    return distance(outcomes(tokens), outcomes(alone))
+
+
+def test_the_law_of_tokens_is_the_targets(monkeypatch):
+    """By enumeration, whatever is foretold. The control is the rule of the authors' code: of the branches that one is
+    tried whose token the target finds likeliest, by one test of p/q against the draft model's odds.
+    """
+
+    class Foresees(Specbranch):
+        goes_on = True
+
+        def foresight(self, session, rows, context):
+            return Foretold(lambda seen: Fate(int(seen.sum()) % 3), rows)
+
+    for loop in (Specbranch(branches=2, ahead=3, threshold=0.4), Foresees(branches=2, ahead=3)):
+        assert law(loop, 4) < 1e-12
+
+    def tried(target, chance):
+        of = target.law(ROOT)
+        best = int(of.weights.argmax())
+        if not len(target.tree) and chance.accept(of.probabilities[best] / 0.5):
+            return Verdict((), int(of.tokens[best]))
+        return match(target, chance)
+
+    monkeypatch.setattr(_parallel, "match", tried)
+    assert law(Specbranch(branches=2, ahead=3, threshold=0.4), 4) > 0.05
 
 
 def test_rows_end_where_they_would():
