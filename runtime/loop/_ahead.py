@@ -31,10 +31,13 @@ NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Tokens [K] that see each other, and the first `after` of those that the call runs; they lie behind these."""
+    """Tokens [K] that see each other, or with `causal` those of them before, and the first `after` of those that the
+    call runs; they lie behind these.
+    """
 
     after: int
     ids: Ints
+    causal: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +265,8 @@ def look(session: Session, asks: Mapping[int, Ask]) -> dict[int, Said]:
             part = slice(at, at + window.ids.size)
             tokens[i, part] = window.ids
             places[i, part] = window.after + np.arange(window.ids.size)
-            seen[i, part, : window.after] = seen[i, part, part] = True
+            seen[i, part, : window.after] = True
+            seen[i, part, part] = np.tri(window.ids.size) if window.causal else True
             at = part.stop
         counts[i] = at
     positions = session.lengths[:, None] + places
