@@ -13,7 +13,6 @@ from accel.compiler.train.runs import cllm, lud, set_block
 from accel.compiler.train.train import train
 from accel.ir.errors import InputError, RecipeError
 
-
 from .tuned_case import LENGTH, behind, opened, plain, rows, run_of, step_of, write
 
 MASK, WEIGHT = 3, "model.layers.0.mlp.up_proj.weight"
@@ -85,7 +84,10 @@ def test_blocks_are_whole_and_of_one_size():
     sizes, shares = set(), []
     for seed in range(60):
         blocks = set_block.drawn(text, 6, MASK, torch.Generator().manual_seed(seed))
-        shown, (size,) = blocks.shown, set(blocks.shown.begins[0].unique(return_counts=True)[1].tolist())
+        shown, (size,) = (
+            blocks.shown,
+            set(blocks.shown.begins[0].unique(return_counts=True)[1].tolist()),
+        )
         sizes.add(size)
         assert shown.places[0, 0] <= size and shown.places[0].diff().eq(1).all()
         assert LENGTH - size <= shown.places[0, -1] < LENGTH
@@ -243,7 +245,10 @@ def test_it_gets_consistent(tuned, answered):
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [(set_block.SetBlockRun, set_block.SetBlock(block=6)), (lud.LudRun, lud.Lud(block=4, sure=0.0))],
+    [
+        (set_block.SetBlockRun, set_block.SetBlock(block=6)),
+        (lud.LudRun, lud.Lud(block=4, sure=0.0)),
+    ],
     ids=["set-block", "lud"],
 )
 def test_a_run_that_was_left_goes_on_as_if_not(kind, method, source, tmp_path):
@@ -259,14 +264,18 @@ def test_a_run_that_was_left_goes_on_as_if_not(kind, method, source, tmp_path):
     assert all(torch.equal(again.parts[0][n], t) for n, t in whole.parts[0].items())
     assert sum(found[-1].values()) < sum(found[0].values())
     for name, other in (("rate", {"rate": 2e-3}), ("length", {"length": 20})):
-        with pytest.raises(InputError, match=f"holds a run with {name} = .*options that it was begun"):
+        with pytest.raises(
+            InputError, match=f"holds a run with {name} = .*options that it was begun"
+        ):
             run_of(kind, method, source, tmp_path / "run", **other).load()
     with pytest.raises(InputError, match="holds a run with block = .*, not 5"):
         run_of(kind, type(method)(block=5), source, tmp_path / "run").load()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "loop"), [("set-block", "sbd"), ("lud", "lud"), ("cllm", "jacobi")])
+@pytest.mark.parametrize(
+    ("name", "loop"), [("set-block", "sbd"), ("lud", "lud"), ("cllm", "jacobi")]
+)
 def test_a_build_decodes_with_it(name, loop, folder, tmp_path):
     """At its strict setting, token by token as the tuned model does by plain torch."""
     out, tokens = tmp_path / "out", list(range(20, 32))
@@ -297,9 +306,17 @@ def test_a_build_decodes_with_it(name, loop, folder, tmp_path):
     ("name", "settings", "why"),
     [
         ("cllm", {"out": None}, "a tuned model is a folder of its own; give out=DIR"),
-        ("lud", {"length": 8}, "rows of 8 tokens have no room for .* block of 8 says; give length="),
+        (
+            "lud",
+            {"length": 8},
+            "rows of 8 tokens have no room for .* block of 8 says; give length=",
+        ),
         ("cllm", {"length": 20}, "answers of 10 tokens have no room for a block of 16"),
-        ("set-block", {"mask": 5}, "the text has the token 5, which stands .* give mask=… of another"),
+        (
+            "set-block",
+            {"mask": 5},
+            "the text has the token 5, which stands .* give mask=… of another",
+        ),
         ("set-block", {"mask": 500}, "the model has the token 500 to stand .* give mask=…"),
         ("set-block", {"sure": 0.5}, "set-block has no option sure"),
         ("lud", {"sure": 1.5}, "sure is 1.5; give 0 to 1"),

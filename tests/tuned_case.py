@@ -55,13 +55,17 @@ def behind(model, text, window, first, sees):
     seen = torch.ones(size, size).tril().bool()
     seen[first:, first:] = torch.as_tensor(np.array(sees)).bool()
     mask = torch.zeros(1, 1, size, size).masked_fill(~seen, -1e30)
-    return model(ids[None], attention_mask=mask, position_ids=torch.arange(size)[None]).logits[0, first:]
+    return model(ids[None], attention_mask=mask, position_ids=torch.arange(size)[None]).logits[
+        0, first:
+    ]
 
 
 def step_of(run, batch, name):
     """The losses of one step, and the gradient of a weight; nothing is learnt."""
     found = []
-    run.descend = lambda loss: found.append((loss, torch.autograd.grad(loss, run.parts[0][name])[0]))
+    run.descend = lambda loss: found.append(
+        (loss, torch.autograd.grad(loss, run.parts[0][name])[0])
+    )
     told = run.learn(*batch)
     del run.descend
     return told, *found[0]

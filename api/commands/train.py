@@ -96,8 +96,8 @@ class Tuning:
         int | None,
         typer.Option(
             metavar="ID",
-            help="Token that stands for one that is not known, for set-block and lud. Default: the model's own mask, or "
-            "the token that it pads with.",
+            help="Token that stands for one that is not known, for set-block and lud. Default: the model's own mask, "
+            "or the token that it pads with.",
         ),
     ] = None
     sure: Annotated[
@@ -156,8 +156,8 @@ def train(
         typer.Argument(
             metavar="METHOD",
             help="A method with a trained part or a table (accel-compile recipes marks them), a recipe file that "
-            "names one with its options, or a tuning: of a draft model (distillspec, adaspec) or of a model (cllm, set-block, "
-            "lud).",
+            "names one with its options, or a tuning: of a draft model (distillspec, adaspec) or of a model (cllm, "
+            "set-block, lud).",
         ),
     ],
     model: Annotated[
@@ -187,8 +187,8 @@ def train(
 
     Builds find the part again by model and method; nothing has to be named. Statistics (tables) are measured in one
     reading of a text, and build --train makes them too. What is trained takes --minutes; Ctrl-C keeps what was
-    learnt, for --resume. A tuning writes a model of its own to --out: a draft model, which build takes as --draft, or one
-    to build.
+    learnt, for --resume. A tuning writes a model of its own to --out: a draft model, which build takes as --draft,
+    or one to build.
     """
     with extra("compile"):
         from accel.compiler.train.train import train as make

@@ -131,6 +131,7 @@ class Ahead(Base):
     mask: int = option(-1, least=-1)
 
     blocks: ClassVar[bool] = True
+    tuning: ClassVar[str] = "set-block"  # what makes a model for it
     trees = True
     relies = frozenset({Invariant.DECODE_WIDTH, Invariant.REWIND, Invariant.TEXT_PROMPT})
     small: ClassVar[Mapping[str, Any]] = {"block": 4, "mask": 3}
@@ -144,7 +145,8 @@ class Ahead(Base):
             return ""
         return (
             "was not trained to fill blocks of masks behind a text (config.mask_token_id, config.logit_shift = true "
-            "and config.block_size of a causal model say so); give such a model, give loop.mask and loop.block"
+            "and config.block_size of a causal model say so); give such a model (accel-compile train "
+            f"{self.tuning} makes one), or give loop.mask and loop.block"
         )
 
     def tokens(

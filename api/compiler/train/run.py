@@ -146,8 +146,8 @@ class Run(Kind):
         for name, value in self.learnt_by.items():
             if before.get(name) != value:
                 raise InputError(
-                    f"{self.file} holds a run with {name} = {before.get(name)}, not {value}; resume it with the options "
-                    "that it was begun with, or remove it"
+                    f"{self.file} holds a run with {name} = {before.get(name)}, not {value}; resume it with the "
+                    "options that it was begun with, or remove it"
                 )
 
     def descend(self, loss: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""A model that learns to end its own Jacobi iterations sooner (Consistency large language models, arXiv:2403.00835), for
-the loop `jacobi`.
+"""A model that learns to end its own Jacobi iterations sooner (CLLMs, consistency large language models,
+arXiv:2403.00835), for the loop `jacobi`.
 
 The model, as it is, answers prompts block by block; of each block all iterates are noted, from random tokens of the
 prompt to what plain decoding gives. Then it learns to say of an iterate what it says of the last one, from the first
@@ -31,7 +31,9 @@ from accel.runtime.session.session import Session
 
 FOLLOWING = 10.0  # the weight of the loss of next tokens
 SMOOTHING = 0.1  # of its labels
-Text = tuple[Tensor, list[Tensor]]  # a prompt [N], and the iterates [J+1,K] of each block of its answer
+Text = tuple[
+    Tensor, list[Tensor]
+]  # a prompt [N], and the iterates [J+1,K] of each block of its answer
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,7 @@ class CllmRun(WindowedRun):
         consistency = -(aim.softmax(-1) * guess.log_softmax(-1)).sum(-1)
         lost = consistency.sum() / max(1, len(consistency))
         coming = (answer[1:] & ~ended[:-1]).nonzero()[:, 0]
-        following = F.cross_entropy(
-            said[0][coming], text[1:][coming], label_smoothing=SMOOTHING
-        )
+        following = F.cross_entropy(said[0][coming], text[1:][coming], label_smoothing=SMOOTHING)
         self.descend(lost + FOLLOWING * following)
         same = (aim.argmax(-1) == guess.argmax(-1)).float()
         return {

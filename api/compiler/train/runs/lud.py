@@ -1,8 +1,9 @@
-"""A model that learns to say lexical units at once (Lexical Unit Decoding, arXiv:2405.15208), for the loop `lud`: tokens
-of a text that the model, as it was, foretells in a row with a probability of `sure` or more.
+"""A model that learns to say lexical units at once (Lexical Unit Decoding, arXiv:2405.15208), for the loop `lud`:
+tokens of a text that the model, as it was, foretells in a row with a probability of `sure` or more.
 
-In one call stand a text and, behind it, masks at places where units begin: each sees the text up to the token before the
-unit, and the masks before it. The loss is that of next tokens of the text, and of the units' tokens behind their first.
+In one call stand a text and, behind it, masks at places where units begin: each sees the text up to the token before
+the unit, and the masks before it. The loss is that of next tokens of the text, and of the units' tokens behind their
+first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from accel.compiler.train.masks import Masking, MaskedRun, cross_entropy, share_right
+from accel.compiler.train.masks import MaskedRun, Masking, cross_entropy, share_right
 from accel.compiler.train.windows import Shown
 from accel.ir.axis import option
 

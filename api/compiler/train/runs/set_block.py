@@ -2,8 +2,8 @@
 go on as it did: the loops `sbd`, `nbdiff` and `sdlm` decode with it.
 
 In one call stand a text and, behind it, its blocks with a share of their tokens masked: a block sees the text before it
-and itself, both ways. The loss is that of next tokens of the text, and of masked tokens of blocks. The logits of a token
-say what follows it, so a block's first token is one of the text's.
+and itself, both ways. The loss is that of next tokens of the text, and of masked tokens of blocks. The logits of a
+token say what follows it, so a block's first token is one of the text's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from accel.compiler.train.masks import Masking, MaskedRun, cross_entropy, share_right
+from accel.compiler.train.masks import MaskedRun, Masking, cross_entropy, share_right
 from accel.compiler.train.windows import Shown
 
 LEAST = 2  # tokens of a block
@@ -44,8 +44,8 @@ class Blocks:
 
 
 def drawn(text: Tensor, most: int, mask: int, generator: torch.Generator) -> Blocks:
-    """Whole blocks of a text [B,T], of 2 to `most` tokens, from one of its first tokens on; of each row another share is
-    masked.
+    """Whole blocks of a text [B,T], of 2 to `most` tokens, from one of its first tokens on; of each row another share
+    is masked.
     """
 
     def within(least: int, last: int) -> int:
