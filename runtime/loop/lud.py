@@ -15,8 +15,9 @@ from accel.runtime.loop._ahead import Ahead, Ask, Line, Said, Window
 @dataclass(frozen=True)
 class Lud(Ahead):
     """A call runs the tokens that were taken last and `block` - 1 masks, all causally, which gives `block` tokens:
-    those up to the first of a probability below `threshold` are taken, and at least one. A token that repeats the one before
-    it ends the unit before it, unless it is the first. Nothing checks what was taken; of the masks nothing is held.
+    those up to the first of a probability below `threshold` are taken, and at least one. A token that repeats the one
+    before it ends the unit before it, unless it is the first. Nothing checks what was taken; of the masks nothing is
+    held.
 
     `accel-compile train lud MODEL --out DIR` makes a model for it. `threshold` above 1 is plain decoding, as is
     `block` = 1.
