@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import models
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 import accel
 from accel.compiler.train.runs import cllm, lud, set_block
 from accel.compiler.train.train import train
+from accel.compiler.train.windows import WindowedRun
 from accel.ir.errors import InputError, RecipeError
 
 from .tuned_case import LENGTH, behind, opened, plain, rows, run_of, step_of, write
@@ -209,11 +211,16 @@ def consistent(model, ids, known, ends, aim_at):
     return (sum(losses) / len(losses) if losses else 0.0) + 10 * follow
 
 
+class Plainly(cllm.CllmRun):
+    """Asks for no answers when it is opened."""
+
+    opened = classmethod(WindowedRun.opened.__func__)
+
+
 @pytest.fixture
-def tuned(source, answered, tmp_path, monkeypatch):
+def tuned(source, tmp_path):
     """A run whose answers are there."""
-    monkeypatch.setattr(cllm.CllmRun, "opened", super(cllm.CllmRun, cllm.CllmRun).opened)
-    return run_of(cllm.CllmRun, cllm.Cllm(block=5), source, tmp_path / "run")
+    return run_of(Plainly, cllm.Cllm(block=5), source, tmp_path / "run")
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -345,3 +352,9 @@ def test_loops_refuse_a_model_that_was_not_tuned(folder):
     for loop in ("lud", "sbd"):
         with pytest.raises(RecipeError, match="was not trained to fill blocks"):
             accel.optimize(folder, loop, max_context=64, verify=False)
+
+
+def test_a_model_with_other_state_is_refused(tmp_path):
+    models.make("lfm2", 2).save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match="cllm: a step runs .* does not take; give a model all of"):
+        run_of(Plainly, cllm.Cllm(), opened(tmp_path / "model"), tmp_path / "run")

@@ -16,7 +16,7 @@ from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.run import Run
 from accel.compiler.train.source import Source
 from accel.compiler.train.tuned import Tuned, Weights
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, PassError
 from accel.ir.program import Program
 from accel.passes.state.trees import Trees
 from accel.passes.trained import Parts
@@ -86,13 +86,19 @@ class WindowedRun(Run):
     def opened(
         cls, method: Any, source: Source, options: TrainOptions
     ) -> tuple[Windowed, TrainOptions]:
-        """See Run. Raises InputError where its weights do not learn."""
+        """See Run. Raises InputError where its weights do not learn, or it has other state than a cache."""
         if open_source(source.path).quantised:
             raise InputError(
                 f"{source.path} has weights in few bits, which do not learn; give the model that it was made from"
             )
         program = source.program.copy()
-        Trees().run(program)
+        try:
+            Trees().run(program)
+        except PassError as error:
+            raise InputError(
+                f"{method.key}: a step runs a text and windows on it in one call, which the state of {source.path} "
+                "does not take; give a model all of whose layers have a cache of keys and values"
+            ) from error
         length = min(options.length, program.facts.max_context)
         return Windowed(program, source.path, method), replace(options, length=length)
 
