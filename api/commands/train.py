@@ -89,7 +89,7 @@ class Tuning:
         int | None,
         typer.Option(
             metavar="N",
-            help="Tokens of a block, for cllm, set-block and lud. Default: 16, of lud 8.",
+            help="Tokens of a block, for cllm, set-block and lud. Default: 16, of lud 4.",
         ),
     ] = None
     mask: Annotated[

@@ -44,7 +44,7 @@ def mask_of(facts: Facts, mask: int) -> int:
 class MaskedRun(WindowedRun):
     """A step is of rows of a text, and of windows of masks on them."""
 
-    usual: ClassVar[Mapping[str, Any]] = {"rate": 3e-4, "length": 256, "rows": 4}
+    usual: ClassVar[Mapping[str, Any]] = {"rate": 1e-4, "length": 256, "rows": 4}
 
     @classmethod
     def opened(

@@ -73,7 +73,7 @@ class CllmRun(WindowedRun):
     """A step is an answer."""
 
     tunes = Cllm
-    usual: ClassVar[Mapping[str, Any]] = {"rate": 1e-4, "length": 256, "rows": 4}
+    usual: ClassVar[Mapping[str, Any]] = {"rate": 3e-5, "length": 256, "rows": 4}
 
     @classmethod
     def opened(

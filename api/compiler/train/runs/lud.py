@@ -18,14 +18,14 @@ from accel.compiler.train.masks import MaskedRun, Masking, cross_entropy, share_
 from accel.compiler.train.windows import Shown
 from accel.ir.axis import option
 
-PLACES = 32  # of a row at which units are tried in one step
+PLACES = 16  # of a row at which units are tried in one step
 
 
 @dataclass(frozen=True)
 class Lud(Masking):
     """sure: the probability from which a token is of a unit."""
 
-    block: int = option(8, least=2, most=256)
+    block: int = option(4, least=2, most=256)
     sure: float = option(0.5, least=0, most=1)
 
     key: ClassVar[str] = "lud"
