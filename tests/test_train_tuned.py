@@ -315,8 +315,8 @@ def test_a_build_decodes_with_it(name, loop, folder, tmp_path):
         ("cllm", {"out": None}, "a tuned model is a folder of its own; give out=DIR"),
         (
             "lud",
-            {"length": 8},
-            "rows of 8 tokens have no room for .* block of 8 says; give length=",
+            {"length": 4},
+            "rows of 4 tokens have no room for .* block of 4 says; give length=",
         ),
         ("cllm", {"length": 20}, "answers of 10 tokens have no room for a block of 16"),
         (
