@@ -4,11 +4,13 @@
 
 Perplexity is over windows of held-out files; answers are greedy, to copies and look-ups. Passes are the calls of a
 block until nothing changes, the last one included, over the six kinds of prompts; for each block the guesses begin as
-tokens of the prompt. Counts, no times.
+tokens of the prompt. With `--loop
+'{"use": "lud"}'` it tells of answers by that loop alone. Counts, no times.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
@@ -42,16 +44,17 @@ def perplexity(folder: Path, rows: Tensor) -> float:
     return math.exp(float(np.mean(losses)))
 
 
-def right(model: Any, count: int) -> int:
-    """Exact answers, of `count` to each kind."""
-    found = 0
+def answered(model: Any, count: int) -> tuple[int, float]:
+    """Exact answers, of `count` to each kind; tokens per call, but for the prompt's."""
+    right, tokens, calls = 0, 0, 0
     for kind in ASKED:
         rng = random.Random(f"tuned {kind}")
         for _ in range(count):
             prompt, answer = tasks.make(kind, rng, 100)
-            text = model.generate(prompt, max_new_tokens=ROOM).text[0]
-            found += text.startswith(answer)
-    return found
+            out = model.generate(prompt, max_new_tokens=ROOM)
+            right += out.text[0].startswith(answer)
+            tokens, calls = tokens + len(out.tokens[0]) - 1, calls + out.stats["calls"] - 1
+    return right, tokens / calls
 
 
 def passes(model: Any, kind: str, count: int, blocks: int, block: int) -> float:
@@ -71,8 +74,20 @@ def run(
     each: Annotated[int, typer.Option("--prompts", min=1, help="Of each kind.")] = 2,
     blocks: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 3,
     block: Annotated[int, typer.Option(min=2, help="Tokens of one.")] = 16,
+    loop: Annotated[
+        list[str] | None, typer.Option(metavar="TABLE", help="Of JSON, that answers.")
+    ] = None,
 ) -> None:
-    """A line for each model."""
+    """A line for each model; or with loops, for each of them and each model."""
+    if loop:
+        turns.head("model", "loop", ">answers of 20", ">tokens per call")
+        for folder in folders:
+            for one in loop:
+                tables = {"loop": json.loads(one)}
+                with accel.optimize(str(folder), tables, verify=False) as model:
+                    exact, each_call = answered(model, 10)
+                turns.row(folder.name, one, str(exact), f"{each_call:.2f}")
+        return
     tokenizer = Tokenizer.from_file(str(turns.REFERENCE / "tokenizer.json"))
     held = windows(tokenizer)
     rows = held[:: max(1, len(held) // count)][:count]
@@ -80,7 +95,7 @@ def run(
     for folder in folders:
         loss = perplexity(folder, rows)
         with accel.optimize(str(folder), {}, verify=False) as model:
-            exact = right(model, 10)
+            exact, _ = answered(model, 10)
             found = [passes(model, kind, each, blocks, block) for kind in KINDS]
         cells = [f"{value:.2f}" for value in (*found, float(np.mean(found)))]
         turns.row(folder.name, f"{loss:.2f}", str(exact), *cells)
