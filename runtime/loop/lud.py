@@ -39,8 +39,7 @@ class Lud(Ahead):
         guess = line.guess(np.concatenate([said.run[-1:], *said.windows]))
         ends = guess.sure < self.threshold
         ends[1:] |= guess.tokens[1:] == guess.tokens[:-1]
-        ends[0] = False
-        count = int(ends.argmax()) if ends.any() else len(guess)
+        count = max(1, int(ends.argmax())) if ends.any() else len(guess)
         for token in guess.tokens[:count].tolist():
             row.accept(token, None)
             if row.finish:
