@@ -60,7 +60,7 @@ def drawn(text: Tensor, most: int, mask: int, generator: torch.Generator) -> Blo
     hidden = torch.rand(batch, len(places), generator=generator) < share
     tokens = text[:, places].masked_fill(hidden, mask)
     sees = begins == begins[:, None]
-    wide = (t.expand(batch, -1) for t in (places, begins))
+    wide = places.expand(batch, -1), begins.expand(batch, -1)
     return Blocks(Shown(tokens, *wide, sees), hidden)
 
 
