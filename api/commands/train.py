@@ -21,6 +21,7 @@ Examples:
   accel-compile train q-filter ./my-model.Q4_0.gguf --out filters.safetensors
   accel-compile train my-recipe.toml ./my-model
   accel-compile train distillspec ./my-draft --target ./my-model --text my-text.txt --out ./my-tuned-draft
+  accel-compile train cllm ./my-model --text my-text.txt --out ./my-tuned-model
 """
 _DEFAULT = "Default: as for the bundled model's part."
 
@@ -62,7 +63,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a draft model is tuned."""
+    """How a model is tuned."""
 
     divergence: Annotated[
         str | None,
@@ -83,6 +84,27 @@ class Tuning:
     keep: Annotated[
         float | None,
         typer.Option(metavar="X", help="Share of tokens that adaspec learns. Default: 0.4."),
+    ] = None
+    block: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Tokens of a block, for cllm, set-block and lud. Default: 16, of lud 4.",
+        ),
+    ] = None
+    mask: Annotated[
+        int | None,
+        typer.Option(
+            metavar="ID",
+            help="Token that stands for one that is not known, for set-block and lud. Default: the model's own mask, "
+            "or the token that it pads with.",
+        ),
+    ] = None
+    sure: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="Probability from which lud counts a token to a unit. Default: 0.5."
+        ),
     ] = None
 
 
@@ -134,7 +156,8 @@ def train(
         typer.Argument(
             metavar="METHOD",
             help="A method with a trained part or a table (accel-compile recipes marks them), a recipe file that "
-            "names one with its options, or a tuning of a draft model: distillspec, adaspec.",
+            "names one with its options, or a tuning: of a draft model (distillspec, adaspec) or of a model (cllm, "
+            "set-block, lud).",
         ),
     ],
     model: Annotated[
@@ -164,7 +187,8 @@ def train(
 
     Builds find the part again by model and method; nothing has to be named. Statistics (tables) are measured in one
     reading of a text, and build --train makes them too. What is trained takes --minutes; Ctrl-C keeps what was
-    learnt, for --resume. A tuning writes a model of its own to --out, which build takes as --draft.
+    learnt, for --resume. A tuning writes a model of its own to --out: a draft model, which build takes as --draft,
+    or one to build.
     """
     with extra("compile"):
         from accel.compiler.train.train import train as make

@@ -31,10 +31,13 @@ NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Tokens [K] that see each other, and the first `after` of those that the call runs; they lie behind these."""
+    """Tokens [K] that see each other, or with `causal` those of them before, and the first `after` of those that the
+    call runs; they lie behind these.
+    """
 
     after: int
     ids: Ints
+    causal: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +131,7 @@ class Ahead(Base):
     mask: int = option(-1, least=-1)
 
     blocks: ClassVar[bool] = True
+    tuning: ClassVar[str] = "set-block"  # what makes a model for it
     trees = True
     relies = frozenset({Invariant.DECODE_WIDTH, Invariant.REWIND, Invariant.TEXT_PROMPT})
     small: ClassVar[Mapping[str, Any]] = {"block": 4, "mask": 3}
@@ -141,7 +145,8 @@ class Ahead(Base):
             return ""
         return (
             "was not trained to fill blocks of masks behind a text (config.mask_token_id, config.logit_shift = true "
-            "and config.block_size of a causal model say so); give such a model, give loop.mask and loop.block"
+            "and config.block_size of a causal model say so); give such a model (accel-compile train "
+            f"{self.tuning} makes one), or give loop.mask and loop.block"
         )
 
     def tokens(
@@ -262,7 +267,8 @@ def look(session: Session, asks: Mapping[int, Ask]) -> dict[int, Said]:
             part = slice(at, at + window.ids.size)
             tokens[i, part] = window.ids
             places[i, part] = window.after + np.arange(window.ids.size)
-            seen[i, part, : window.after] = seen[i, part, part] = True
+            seen[i, part, : window.after] = True
+            seen[i, part, part] = np.tri(window.ids.size) if window.causal else True
             at = part.stop
         counts[i] = at
     positions = session.lengths[:, None] + places

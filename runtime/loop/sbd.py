@@ -21,6 +21,7 @@ class Sbd(Filling):
     whose entropies sum to at most `gamma` nats beside the largest (`dllm-eb`). The tokens of a full block run causally
     in the call of the next block's masks. The first token of a block follows from the text as in plain decoding.
 
+    `accel-compile train set-block MODEL --out DIR` makes a model for it.
     `gamma` = 0 is one token per call, and those of entropy 0; `block` = 1 is `autoregressive`.
     """
 

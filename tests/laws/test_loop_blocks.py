@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from accel.runtime.loop import _ahead
-from accel.runtime.session.session import Session
 
 from ..block_case import AXIS, NEW, PROMPTS, cached, compiled, decoded, greedy
 from ..own_case import file_of
@@ -72,14 +71,20 @@ def test_the_cache_is_that_of_a_prompt(name):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_that_sees_one_way_is_seen(name, monkeypatch):
-    """The control of what is published."""
-    guess = Session.guess
+def test_a_block_that_sees_another_way_is_seen(name, monkeypatch):
+    """The control of what is published: one way in place of both, or both in place of one."""
+    look = _ahead.look
 
-    def blind(self, tokens, tree, *more, **others):
-        return guess(self, tokens, np.tril(tree), *more, **others)
+    def other(session, asks):
+        windows = {
+            i: [dataclasses.replace(w, causal=not w.causal) for w in ask.windows]
+            for i, ask in asks.items()
+        }
+        return look(
+            session, {i: dataclasses.replace(a, windows=windows[i]) for i, a in asks.items()}
+        )
 
-    monkeypatch.setattr(Session, "guess", blind)
+    monkeypatch.setattr(_ahead, "look", other)
     with pytest.raises(AssertionError):
         for case in own(name).CASES:
             law_published(name, case)

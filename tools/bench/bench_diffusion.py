@@ -75,6 +75,7 @@ VARIED_OF_BLOCKS: dict[str, Tables] = {
         ("nbdiff", "threshold", (0.5, 0.99)),
         ("sbd", "gamma", (0.01, 1.0)),
         ("sdlm", "threshold", (0.5, 0.99)),
+        ("lud", "threshold", (0.5, 0.99)),
     )
     for value in values
 } | {"sdlm, checks": ({"use": "sdlm", "checks": True}, {})}

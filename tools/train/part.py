@@ -2,8 +2,8 @@
 
     python tools/train/part.py trim-kv --out trim-kv.safetensors --minutes 25 --length 256
 
-The options are those of `accel-compile train`, which makes parts for other models. A tuning (`distillspec`) is of the
-bundled draft model.
+The options are those of `accel-compile train`, which makes parts for other models. A tuning of a draft
+model (`distillspec`) is of the bundled one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def bundled_tasks(file: Path, count: int, longest: int, seed: int) -> Path:
 def model_of(method: str) -> Path:
     """The bundled model that a method or a tuning is for."""
     if method in tunings():
-        return REFERENCE / "draft"
+        return REFERENCE / "draft" if tunings()[method].drafts else REFERENCE
     known = trained_methods()
     fills = method in known and getattr(known[method][1], "masked_diffusion", False)
     return REFERENCE / "diffusion" if fills else REFERENCE
@@ -92,7 +92,7 @@ def main(words: list[str]) -> None:
     one = trained_methods().get(method, ("", object))[1]
     if "draft" in getattr(one, "models", ()):
         given.setdefault("draft", REFERENCE / "draft")
-    if method in tunings():
+    if method in tunings() and tunings()[method].drafts:
         given.setdefault("target", REFERENCE)
     with tempfile.TemporaryDirectory() as folder:
         kind = kind_of(one)

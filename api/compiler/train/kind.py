@@ -28,10 +28,11 @@ class Made:
 
 class Tuning:
     """A training that is of no method: a model learns itself, and a build is given what comes of it. A subclass is a
-    frozen dataclass whose fields are its options, which recipes do not name.
+    frozen dataclass whose fields are its options, which recipes do not name. `drafts`: the model is a draft model.
     """
 
     key: ClassVar[str]
+    drafts: ClassVar[bool] = False
 
 
 class Kind(ABC):

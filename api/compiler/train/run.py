@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from accel.passes.trained import Parts, write
 
 WARMUP = 20
 SAVED = 60.0  # seconds between two savings
+LEARNT_BY = "budget", "pressure", "length", "rows", "inner", "rate", "seed"  # of the options
 
 
 def state_of(out: Path) -> Path:
@@ -87,7 +88,7 @@ class Run(Kind):
             return Made(
                 None, f"left after {run.step} steps; {losses}; the same with resume=True goes on"
             )
-        told = options.as_text("budget", "pressure", "length", "rows", "inner", "rate", "seed")
+        told = options.as_text(*LEARNT_BY)
         told |= {"steps": str(run.step), "seconds": str(round(run.seconds))}
         told |= {n: f"{v:.4f}" for n, v in means.items()}
         by = made_by(method, read)
@@ -114,16 +115,25 @@ class Run(Kind):
         """The part's file, whole or not at all. about: how it was made. by: the method's options that it depends on."""
         write(self.soft.method, out, self.parts, self.soft.names, about, by)
 
+    @property
+    def learnt_by(self) -> dict[str, str]:
+        """The options that a run goes by from its first step to its last, its method's too."""
+        method = self.soft.method
+        own = {f.name: str(getattr(method, f.name)) for f in fields(method)}
+        return {**self.options.as_text(*LEARNT_BY), **own}
+
     def save(self) -> None:
         new = self.file.with_name(self.file.name + ".new")
         state = {"tensors": self.tensors, "optimiser": self.optimiser.state_dict()}
-        torch.save({**state, "step": self.step, "seconds": self.seconds}, new)
+        state |= {"step": self.step, "seconds": self.seconds, "options": self.learnt_by}
+        torch.save(state, new)
         new.replace(self.file)
 
     def load(self) -> None:
         """Raises InputError: it is no run of this model and these options."""
         try:
             state = torch.load(self.file, weights_only=True)
+            before = dict(state["options"])
             for mine, saved in zip(self.tensors, state["tensors"], strict=True):
                 mine.data.copy_(saved)
             self.optimiser.load_state_dict(state["optimiser"])
@@ -133,6 +143,12 @@ class Run(Kind):
                 f"{self.file} holds no run of this model with these options ({error}); remove it, and leave "
                 "resume=True out"
             ) from error
+        for name, value in self.learnt_by.items():
+            if before.get(name) != value:
+                raise InputError(
+                    f"{self.file} holds a run with {name} = {before.get(name)}, not {value}; resume it with the "
+                    "options that it was begun with, or remove it"
+                )
 
     def descend(self, loss: Tensor) -> None:
         """One step."""

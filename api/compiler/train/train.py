@@ -9,8 +9,8 @@ reads of the text; the coprocessor of `cache-augment` predicts the text behind r
 of a draft stands; heads that draft (`eagle3`, `longspec`, `medusa`) learn what the model says; what a loop reads learns
 from a text (`adadec`), is searched on one (`draft-verify`) or several (`knn-ssd`), or learns from what the model
 answers (`learn2pd`, `adaptive-bok`, `atts`); a model that fills masks is tuned to be certain of its own answers
-(`dparallel`). A draft model is tuned to its target (`distillspec`, `adaspec`), which is of no method. A table is
-measured instead. Each kind is a file in `runs/`.
+(`dparallel`). Tunings are of no method: of a draft model to its target (`distillspec`, `adaspec`), and of a model to
+what a loop asks of it (`cllm`, `set-block`, `lud`). A table is measured instead. Each kind is a file in `runs/`.
 """
 
 from __future__ import annotations

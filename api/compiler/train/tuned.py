@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -63,13 +65,13 @@ class Tuned:
             )
         return found
 
-    def logits(self, tokens: Tensor, weights: Weights) -> Tensor:
-        """[B,T,V] of tokens [B,T], with gradients of the weights."""
+    def logits(self, tokens: Tensor, weights: Weights, **inputs: Tensor) -> Tensor:
+        """[B,T,V] of tokens [B,T], with gradients of the weights. inputs: of the step, that are not as for a text."""
         found: Tensor
         (found,) = evaluate(
             [self.program.step.output_nodes()[LOGITS]],
             {**self.fixed, **weights},
-            feeds(self.program, "step", tokens),
+            {**feeds(self.program, "step", tokens), **inputs},
             value_of=References().value,
         )
         return found.float()
@@ -100,8 +102,16 @@ class Tuned:
             tokens = torch.cat([tokens, new], 1)
         return tokens
 
-    def save(self, out: Path, weights: Weights, about: Mapping[str, str]) -> None:
-        """A folder as the one that it was, with these weights in the formats that they had."""
+    def save(
+        self,
+        out: Path,
+        weights: Weights,
+        about: Mapping[str, str],
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A folder as the one that it was, with these weights in the formats that they had. config: what its
+        configuration says, too.
+        """
         tensors = {
             name: (
                 weights[name].detach().to(value.dtype) if name in weights else value
@@ -111,6 +121,10 @@ class Tuned:
         with AtomicOutputDir(out) as folder:
             for file in {file for pattern in _COPIED for file in self.folder.glob(pattern)}:
                 shutil.copyfile(file, folder / file.name)
+            if config:
+                file = folder / "config.json"
+                stated = {**json.loads(file.read_text(encoding="utf-8")), **config}
+                file.write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
             save_file(tensors, folder / SINGLE, {**about, "format": "pt"})
 
 

@@ -38,6 +38,7 @@ class DistillSpec(Tuning):
     on_policy: float = option(0.0, least=0, most=1)
 
     key: ClassVar[str] = "distillspec"
+    drafts: ClassVar[bool] = True
 
     def losses(self, p: Tensor, q: Tensor) -> Tensor:
         """Of each place [N], of the target's and the draft model's logits [N,V]."""
