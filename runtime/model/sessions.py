@@ -140,6 +140,12 @@ class Sessions:
         saved.check(self._origin)
         return self.open(names, saved)
 
+    def received(self, saved: SavedSession) -> Session:
+        """An empty session for one whose head this is, which fits this model. Raises SavedSessionError."""
+        saved.check_rows(self._origin)
+        saved.check(self._origin)
+        return self.open([None])
+
     def named(self, adapter: Any, rows: int) -> list[str | None]:
         """The name of each row's adapter, all of which exist. Raises InputError."""
         names = names_of(adapter, rows)
