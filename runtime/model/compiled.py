@@ -541,7 +541,8 @@ class CompiledModel:
                 )
             count = as_count(prompt_logprobs, "prompt_logprobs", 0)
             scores = PromptScores(samples[0].row.prompt_text, TopLogprobs(count, self.tokenizer))
-        return Prepared(samples[0], self._sessions.opener(sources, names), scores)
+        known = partial(self._sessions.known, names, samples[0].row.prompt)
+        return Prepared(samples[0], self._sessions.opener(sources, names), known, scores)
 
     def _sources(self, asked: PromptOptions, prompts: Any) -> tuple[Sources, Any]:
         """See `sources_of`."""
