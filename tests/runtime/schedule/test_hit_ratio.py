@@ -1,5 +1,6 @@
 """hit-ratio: prompts that are known for the most part run first, nobody waits for good, and tokens do not change."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_nobody_is_passed_over_for_good(aging):
 
     arrivals = [0] + [i // 2 for i in range(80)]
     _, ended, _ = Simulation(Known(), limits).run(requests, arrivals)
-    assert (ended[0] < 40) == (aging == 0.1)
+    assert (ended[0] < max(ended.values()) / 2) == (aging == 0.1)
 
 
 def test_without_hits_it_is_first_come_first_served():
@@ -100,21 +101,26 @@ def test_an_engine_runs_known_prompts_first(reuse, monkeypatch):
     form = rng.integers(3, 50, 32)
     new = [rng.integers(3, 50, 36) for _ in range(4)]
     known = [np.concatenate([form, rng.integers(3, 50, 4)]) for _ in range(4)]
+    begun, all_wait = threading.Event(), threading.Event()
     with model.session() as session:
         session.prompt(form[None])
 
     def run(self, job, tokens, threads=None):
+        begun.set()
+        assert all_wait.wait(60)
         ran.append(job.id)
         right(self, job, tokens, threads)
 
     monkeypatch.setattr(Batcher, "_run_prompt", run)
     params = SamplingParams(max_tokens=3)
     with Engine(model, max_batch=1) as engine:
-        first = engine.submit(Request(rng.integers(3, 50, 90), SamplingParams(max_tokens=20)))
+        first = engine.submit(Request(rng.integers(3, 50, 20), params))
+        assert begun.wait(60)
         prompts = [p for pair in zip(new, known, strict=True) for p in pair]
         tickets = [engine.submit(Request(p, params)) for p in prompts]
+        all_wait.set()
         got = [[event.token for event in ticket] for ticket in tickets]
-        assert len(list(first)) == 20
+        assert list(first)
         assert engine.stats["reused_tokens_total"] > 100
     assert ran == [0, 2, 4, 6, 8, 1, 3, 5, 7]
     if reuse == "paged-prefix":
