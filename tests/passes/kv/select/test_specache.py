@@ -188,7 +188,7 @@ def stepped(stateful, method, guesses):
 def test_a_right_guess_asks_for_what_the_token_would(stateful):
     """In a layer behind layers that read everything, so that its query is the token's own."""
     options = {"tokens_read": 4, "group": 4, "dense_layers": 1, "bits": 1}
-    want = stepped(stateful, Itself(**options), None)
+    want = stepped(stateful, Itself(**options, guess=True), None)
     got = stepped(stateful, Specache(**options, guess=True), lambda right: right)
     assert np.abs(got - want).max() < 1e-4
     for method, guesses in (
