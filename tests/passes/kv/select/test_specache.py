@@ -175,7 +175,7 @@ def stepped(stateful, method, guesses):
     out = []
     with Selecting(stateful("llama"), method).session() as session:
         session.prompt(text[:, :30])
-        for i in range(30, 58):
+        for i in range(30, 42):
             if guesses is None:
                 out.append(session.run(text[:, [i]])[:, 0])
                 continue
