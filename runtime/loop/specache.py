@@ -46,20 +46,20 @@ class _Rounds(Rounds):
             logits, _ = self._fed(new, {})
             session.rewind(before)
             self._guess({i: logits[i, 0] for i in new})
-        beside = {i: self._guesses[i] for i in live if self._guesses[i] >= 0 and free[i]}
-        logits, counts = self._fed(live, beside)
+        pairs = {i: self._guesses[i] for i in live if self._guesses[i] >= 0 and free[i]}
+        logits, counts = self._fed(live, pairs)
         session.rewind(session.lengths - np.maximum(counts - 1, 0))
         self._guesses = [-1] * len(self._rows)
-        self._guess({i: logits[i, 1] for i in beside})
+        self._guess({i: logits[i, 1] for i in pairs})
         return list(self._pick(live, logits))
 
-    def _fed(self, live: Sequence[int], beside: Mapping[int, int]) -> tuple[Logits, Ints]:
+    def _fed(self, live: Sequence[int], pairs: Mapping[int, int]) -> tuple[Logits, Ints]:
         """Run the newest token of these rows, and beside it a guess: logits [B,T,V], and tokens of each row [B]."""
-        shape = len(self._rows), 2 if beside else 1
+        shape = len(self._rows), 2 if pairs else 1
         tokens, counts = np.zeros(shape, np.int64), np.zeros(len(self._rows), np.int64)
         for i in live:
             tokens[i, 0], counts[i] = self._rows[i].tokens[-1], 1
-        for i, guess in beside.items():
+        for i, guess in pairs.items():
             tokens[i, 1], counts[i] = guess, 2
         return self._session.run(tokens, counts), counts
 
