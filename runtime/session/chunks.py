@@ -203,11 +203,12 @@ def _decoded(
 
 def _checked(saved: SavedSession, levels: int) -> tuple[Ints, list[int], list[list[int]]]:
     """The tokens [n], where chunks start, and the bytes of each by level. Raises SavedSessionError."""
-    starts, sizes = saved.header.get("starts"), saved.header.get("sizes")
-    right = saved.tokens is not None and isinstance(starts, list) and isinstance(sizes, list)
+    starts: Any = saved.header.get("starts")
+    sizes: Any = saved.header.get("sizes")
+    right = isinstance(starts, list) and isinstance(sizes, list)
     right = right and all(type(n) is int for n in starts) and len(starts) == len(sizes)
     right = right and all(_sizes(each, levels) for each in sizes)
-    if right:
+    if right and saved.tokens is not None:
         (tokens,) = saved.tokens
         ends = [*starts[1:], tokens.size]
         if starts[:1] == [0] and all(a < b for a, b in zip(starts, ends, strict=True)):

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     size, context = options.tokens, options.tokens + 2 * AFTER
-    built = {
+    built: dict[str, Any] = {
         n: accel.optimize(options.model, n, max_context=context, verify=False)
         for n in ("base", "kvshare")
     }

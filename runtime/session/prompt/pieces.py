@@ -64,7 +64,9 @@ class Reuse:
         first = self.store.prefix(space, asked, use=False)
         begin = 0 if first is None else first.count
         rest = [piece.within(begin, asked.size) for piece in matches]
-        found = self.method.pieces([piece for piece in rest if piece.count >= self.store.least])
+        found: list[Piece] = self.method.pieces(
+            [piece for piece in rest if piece.count >= self.store.least]
+        )
         return begin + sum(piece.count for piece in found)
 
     @property
