@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -64,6 +65,7 @@ from accel.runtime.model.stream import Stream
 from accel.runtime.model.transcript import pieces
 from accel.runtime.prompt import Base as PromptMethod
 from accel.runtime.sample import Base as SampleMethod
+from accel.runtime.session.chunks import HEAD, Chunk, Wire
 from accel.runtime.session.saved import imported, saved_session
 from accel.runtime.session.session import Session
 
@@ -401,6 +403,39 @@ class CompiledModel:
         self._sessions.live_backend()
         return self._sessions.resumed(imported(data))
 
+    def import_chunks(
+        self, fetch: Callable[[str], bytes], seconds: float, speed: float | None = None
+    ) -> tuple[Session, list[Chunk]]:
+        """A session that goes on from what `session.export_chunks` gave, and what was fetched of each chunk: the level
+        that loses least with which all chunks come within `seconds`, at the bandwidth of the part before, or, where
+        that is as fast, its tokens, which are computed; where nothing is fast enough, what is fastest.
+
+        `fetch`: gives the part of a name. `speed`: tokens of a prompt that the model computes in a second (default:
+        measured). Take only parts of someone you trust. Raises SavedSessionError, as `open_session`.
+        """
+        self._sessions.live_backend()
+        wire = Wire(fetch, 0.0, speed or 0.0)
+        ends = wire.clock() + seconds
+        saved = imported(wire.get(HEAD)[0])
+        session = self._sessions.received(saved)
+        try:
+            if speed is None and saved.tokens is not None:
+                wire.speed = self._prompt_speed(saved.tokens[0])
+            return session, session.import_chunks(saved, wire, ends)
+        except BaseException:
+            session.close()
+            raise
+
+    def _prompt_speed(self, tokens: Ints) -> float:
+        """Tokens of a prompt a second, as far as a beginning of this one tells; the first call opens the graphs."""
+        few = tokens[None, :64]
+        for _ in range(2):
+            with self.session() as session:
+                begun = time.perf_counter()
+                session.prompt(few)
+                spent = time.perf_counter() - begun
+        return few.size / max(spent, 1e-9)
+
     @property
     def pool(self) -> dict[str, int] | None:
         """Statistics of the blocks or prompts that the model's sessions share (`kv.reuse`); None: they share none."""
@@ -506,7 +541,8 @@ class CompiledModel:
                 )
             count = as_count(prompt_logprobs, "prompt_logprobs", 0)
             scores = PromptScores(samples[0].row.prompt_text, TopLogprobs(count, self.tokenizer))
-        return Prepared(samples[0], self._sessions.opener(sources, names), scores)
+        known = partial(self._sessions.known, names, samples[0].row.prompt)
+        return Prepared(samples[0], self._sessions.opener(sources, names), known, scores)
 
     def _sources(self, asked: PromptOptions, prompts: Any) -> tuple[Sources, Any]:
         """See `sources_of`."""

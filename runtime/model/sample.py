@@ -36,9 +36,10 @@ class Sample:
 @dataclass(frozen=True)
 class Prepared:
     """A sample that is to be made, and how to open the empty session of one row that it is made in. `scores`: of its
-    prompt, where they are asked for.
+    prompt, where they are asked for. `known`: how many tokens of the prompt need not run, after what ran so far.
     """
 
     sample: Sample
     open: Callable[[], Session]
+    known: Callable[[], int]
     scores: PromptScores | None = None

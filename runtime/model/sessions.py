@@ -16,6 +16,7 @@ from accel.ir.peft import read_adapter
 from accel.runtime.artifact.artifact import Artifact
 from accel.runtime.backends.protocol import Backend
 from accel.runtime.inputs.encoder_inputs import padded
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.model.adapters import Adapters, Chosen, names_of
 from accel.runtime.model.requests import Sources
 from accel.runtime.session.observers import observer_factories
@@ -140,6 +141,12 @@ class Sessions:
         saved.check(self._origin)
         return self.open(names, saved)
 
+    def received(self, saved: SavedSession) -> Session:
+        """An empty session for one whose head this is, which fits this model. Raises SavedSessionError."""
+        saved.check_rows(self._origin)
+        saved.check(self._origin)
+        return self.open([None])
+
     def named(self, adapter: Any, rows: int) -> list[str | None]:
         """The name of each row's adapter, all of which exist. Raises InputError."""
         names = names_of(adapter, rows)
@@ -166,6 +173,19 @@ class Sessions:
     def shared(self) -> dict[str, int] | None:
         """Figures of what sessions share; None: nothing."""
         return next((one.shared() for one in self.observers if one.shared is not None), None)
+
+    def known(self, names: Sequence[str | None], prompt: Ints) -> int:
+        """How many tokens of a prompt [n] need not run in a session of one row with this adapter, after what ran so
+        far; 0 where the model is closed, or the adapter is gone.
+        """
+        ask = next((one.known for one in self.observers if one.known is not None), None)
+        if ask is None or self.backend is None:
+            return 0
+        try:
+            used = self._chosen(names)
+        except InputError:
+            return 0
+        return ask(prompt, 0 if used is None else used.numbers[0])
 
     def close(self) -> None:
         """Free the backend, and what sessions share. Closing twice is harmless."""

@@ -33,6 +33,7 @@ class Task:
             not run.
         blocks: those that it owns.
         arrived: when, in seconds.
+        hits: of `length`, what earlier prompts left that need not run (`kv.reuse`), where the schedule `reads_hits`.
     """
 
     id: int
@@ -41,6 +42,7 @@ class Task:
     computed: int = 0
     blocks: int = 0
     arrived: float = 0.0
+    hits: int = 0
 
     @property
     def decodes(self) -> bool:
@@ -147,6 +149,7 @@ class Base(Method, ABC):
     overtakes: ClassVar[bool] = (
         False  # whether a request may be admitted before one that came earlier
     )
+    reads_hits: ClassVar[bool] = False  # whether it asks what is known of prompts that wait
     splits_cores: ClassVar[bool] = (
         False  # whether prompts run while others decode, on a part of the cores
     )

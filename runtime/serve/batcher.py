@@ -61,7 +61,8 @@ class Batcher:
             waiting = [] if self._short and self.running else list(self._queue.jobs)
         if not waiting and not self.running:
             return
-        tasks = [job.task(0) for job in waiting]
+        hits = self.schedule.reads_hits
+        tasks = [job.task(0, job.prepared.known() if hits else 0) for job in waiting]
         held = [job.task(self.ledger.owned(i)) for i, job in self.running.items()]
         busy = self._busy
         state = State(tasks, held, self.ledger.free, monotonic(), None if busy is None else busy.id)

@@ -59,9 +59,9 @@ class Job:
         """Whether nothing more comes of it, or nobody waits for that."""
         return bool(self.row.finish) or self.ticket.cancelled
 
-    def task(self, blocks: int) -> Task:
+    def task(self, blocks: int, hits: int = 0) -> Task:
         """It as a schedule sees it."""
-        return Task(self.id, self.length, self.most, self.computed, blocks, self.arrived)
+        return Task(self.id, self.length, self.most, self.computed, blocks, self.arrived, hits)
 
     @property
     def left(self) -> Ints:

@@ -158,27 +158,39 @@ def _all_of(core: SessionCore, tokens: Any) -> tuple[dict[str, Any], Arrays]:
         known = one.numbers(backend)
         arrays |= {f"{type(one).__name__}/{name}": array for name, array in known.items()}
     letters, coded, buffers = _used(core), {}, backend.buffers()
-    layers = 1 + max((v.layer for v in origin.state if v.layer is not None), default=0)
     for value in origin.state:
         if value.shared or value.name not in buffers:
             continue
         array = _cut(buffers[value.name], value, letters)
         if origin.codec is not None and _plain(value, array):
-            parts = origin.codec.encode(_place(value, layers), array.astype(np.float32))
+            parts = origin.codec.encode(place(value, origin), array.astype(np.float32))
             coded[value.name] = list(array.shape)
             arrays |= {f"{_STATE}{value.name}/{part}": a for part, a in parts.items()}
         else:
             arrays[_STATE + value.name] = array
-    header = {
-        **origin.header({one.name: one.digest for one in core.laid if one.name in core.adapters}),
-        "rows": list(core.adapters),
-        "lengths": core.lengths.tolist(),
-        "room": list(core.room),
-        "coded": coded,
-    }
+    header = _header(core, origin) | {"room": list(core.room), "coded": coded}
     if tokens is not None:
         header |= {"counts": counts, "text": _digest([arrays[_TOKENS].tolist(), counts])}
     return header, arrays
+
+
+def describe(
+    core: SessionCore, origin: Origin, tokens: Ints, more: Mapping[str, Any]
+) -> tuple[dict[str, Any], Arrays]:
+    """A file of a session of one row, without its state: its tokens [n], and `more` of its header."""
+    ids = tokens[None].astype(np.int64)
+    about = {"room": [], "coded": {}, "counts": [tokens.size]}
+    text = _digest([ids.tolist(), about["counts"]])
+    return {**_header(core, origin), **about, "text": text, **more}, {_TOKENS: ids}
+
+
+def _header(core: SessionCore, origin: Origin) -> dict[str, Any]:
+    """What a file says of a session, but for its arrays."""
+    return {
+        **origin.header({one.name: one.digest for one in core.laid if one.name in core.adapters}),
+        "rows": list(core.adapters),
+        "lengths": core.lengths.tolist(),
+    }
 
 
 def saving(tables: Mapping[str, Any]) -> Codec | None:
@@ -226,7 +238,6 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
     assert origin is not None
     lengths = np.array(header["lengths"], np.int64)
     buffers: Arrays = {}
-    layers = 1 + max((v.layer for v in origin.state if v.layer is not None), default=0)
     for value in origin.state:
         start = _STATE + value.name
         if value.name in header["coded"] and origin.codec is not None:
@@ -236,7 +247,7 @@ def restore(core: SessionCore, saved: SavedSession) -> None:
             shape = tuple(header["coded"][value.name])
             _check_shape(saved, value, shape, value.dtype, origin)
             try:
-                decoded = origin.codec.decode(_place(value, layers), parts, shape)
+                decoded = origin.codec.decode(place(value, origin), parts, shape)
             except (KeyError, ValueError) as error:
                 raise SavedSessionError(
                     f"{saved.path}: {value.name} cannot be decoded ({error}); save the session again"
@@ -294,7 +305,9 @@ def _plain(value: StateValue, array: npt.NDArray[Any]) -> bool:
     return numbers and array.size > 0 and bool(np.isfinite(array).all())
 
 
-def _place(value: StateValue, layers: int) -> Place:
+def place(value: StateValue, origin: Origin) -> Place:
+    """Which keys or values a codec is given."""
+    layers = 1 + max((v.layer for v in origin.state if v.layer is not None), default=0)
     return Place(value.layer or 0, layers, value.part is Part.KEYS)
 
 

@@ -16,6 +16,7 @@ from accel.runtime.call import Arrays, Logits, Outputs
 from accel.runtime.inputs.calls import call_tokens, rewind_target
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.inputs.prompts import as_count
+from accel.runtime.session.chunks import Chunk, Wire, export_chunks, receive
 from accel.runtime.session.core import CHUNK, LaidAdapter, SessionCore
 from accel.runtime.session.extra import check_names
 from accel.runtime.session.flat import pays
@@ -532,6 +533,23 @@ class Session:
         core = self._open(same=True)
         (one,) = wanted_rows(np.atleast_1d(as_ints(row, "row")), core.batch)
         return export(core, int(one), None if self.tokens is None else self.tokens[one])
+
+    def export_chunks(self, tokens: Any = None, size: int = 1024) -> dict[str, bytes]:
+        """The row's cache in chunks of `size` tokens, each at every level of the recipe's codec (`kv.file`): parts by
+        name, which a store holds and `model.import_chunks` fetches some of. The session goes on unchanged.
+
+        `tokens`: the token ids [n] that the row holds (default: `session.tokens`). Raises InputError: the recipe names
+        no codec, or its cache has not a slot for each token; the session has several rows, or its tokens are not known.
+        """
+        core = self._open(same=True)
+        ids = (self.tokens or [None])[0] if tokens is None else as_ints(tokens, "tokens")
+        return export_chunks(core, ids, as_count(size, "size", 1))
+
+    def import_chunks(self, saved: SavedSession, wire: Wire, ends: float) -> list[Chunk]:
+        """See `model.import_chunks`: this session, of one row, is empty."""
+        took = receive(self._open(), lambda ids: self.prompt(ids[None]), saved, wire, ends)
+        self.tokens = saved.tokens
+        return took
 
     def close(self) -> None:
         """Free the cache. Closing again has no effect."""

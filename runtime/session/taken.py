@@ -21,7 +21,7 @@ def take(core: SessionCore, source: SessionCore, lengths: Ints) -> bool:
         return False
     state = [value for value in core.origin.state if not value.written_between_steps]
     there = {value.name: value.to_json() for value in source.origin.state}
-    if not all(_plain(value) and there.get(value.name) == value.to_json() for value in state):
+    if not all(is_plain(value) and there.get(value.name) == value.to_json() for value in state):
         return False
     source.catch_up()
     if not all(one.complete(lengths) for one in of_kind(source.observers, LayerSchedule)):
@@ -38,7 +38,7 @@ def take(core: SessionCore, source: SessionCore, lengths: Ints) -> bool:
     return True
 
 
-def _plain(value: StateValue) -> bool:
+def is_plain(value: StateValue) -> bool:
     """Whether each token has a slot of its own in it, which nothing but the token decides."""
     own = value.part in (Part.POSITIONS, Part.KEYS, Part.VALUES) and not value.shared
     return own and value.region is CacheRegion.RECENT and "C" in value.shape

@@ -1,14 +1,25 @@
-"""exspec: of a pool of requests those of equal length run together, and each gets what it gets alone."""
+"""exspec: of a pool of requests those of equal length run together, and each gets what it gets alone. Rows of a batch
+that have come to different lengths stay in one call, without padding, and none of their tokens moves.
+"""
+
+from functools import partial
 
 import numpy as np
 import pytest
 
+from accel.ir.entries.flat import OWNER
 from accel.runtime.artifact.artifact import open_artifact
+from accel.runtime.backends.eager import EagerSession
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.decode.pool import groups
+from accel.runtime.draft.prompt_lookup import PromptLookup
 from accel.runtime.model import compiled
 from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.session import flat
 from accel.runtime.session.session import Session
+
+from ..batch_case import generated, tables
+from ..prefill_case import built
 
 
 def by_definition(lengths, most):
@@ -86,3 +97,62 @@ def test_requests_of_a_pool_get_what_they_get_alone(model, monkeypatch, sampling
     monkeypatch.setattr(compiled, "groups", as_they_come)
     assert model.generate(given, 8, eos=[], **sampling).tokens == alone
     assert sum(padding) > 3 * model.facts.max_batch
+
+
+def driven(patch, share, moves=False):
+    """(tokens that calls computed, real ones of them, lengths of rows before each call) of eight ragged rows, drafted
+    in one batch; flat where at most `share` of a padded call is real. Every call finds the keys and values of a row's
+    tokens where those before it left them. moves: a row is shifted between calls, as where padding is realigned.
+    """
+    computed, real, lengths, last = [], [], [], {}
+    plain_step, plain_part = EagerSession.step, EagerSession.part
+
+    def called(self, width, owned, slots, run):
+        buffers = {n: a.copy() for n, a in self.buffers().items() if a.ndim == 4}
+        for name, before in last.items():
+            for row, length in enumerate(slots):
+                np.testing.assert_array_equal(
+                    buffers[name][row, :, :length], before[row, :, :length]
+                )
+        computed.append(width)
+        real.append(owned)
+        lengths.append(slots.tolist())
+        found = run()
+        last.update({n: a.copy() for n, a in self.buffers().items() if a.ndim == 4})
+        if moves:
+            name = next(iter(last))
+            last[name][3] = np.roll(last[name][3], 1, axis=1)
+        return found
+
+    def step(self, tokens, positions, slots, *rest, **more):
+        owned = int((positions >= 0).sum())
+        run = partial(plain_step, self, tokens, positions, slots, *rest, **more)
+        return called(self, tokens.size, owned, slots, run)
+
+    def part(self, entry, given):
+        width, owned = given["tokens"].size, len(given[OWNER])
+        return called(self, width, owned, given["slots"], partial(plain_part, self, entry, given))
+
+    with patch.context() as now:
+        now.setattr(flat, "SHARE", share)
+        now.setattr(EagerSession, "step", step)
+        now.setattr(EagerSession, "part", part)
+        rows = generated(
+            built("llama", tables=tables("flat")), range(8), (), drafter=PromptLookup()
+        )
+    return [row.tokens for row in rows], sum(computed), sum(real), lengths
+
+
+def test_eight_ragged_rows_share_calls_without_padding_and_nothing_moves(monkeypatch):
+    """Groups of equal length would have made several calls of nearly every one."""
+    padded, computed, real, lengths = driven(monkeypatch, 0.0)
+    assert computed > 1.2 * real
+    tokens, filled, needed, _ = driven(monkeypatch, 0.999)
+    assert tokens == padded and filled == needed == real
+    rounds = [len(set(each)) for each in lengths[1:]]
+    assert sum(rounds) > 4 * len(rounds)
+
+
+def test_rows_that_are_realigned_are_caught(monkeypatch):
+    with pytest.raises(AssertionError):
+        driven(monkeypatch, 0.999, moves=True)

@@ -42,12 +42,16 @@ class Memory:
 
     merged: whether it also gives `out` [B,H,T,Dv] and `lse` [B,H,T], attention over other forms of keys than those of
     the list, and its log-sum-exp. Attention over the list is merged with it.
+
+    guessed: whether the first token of a call goes on from the entry of its own position, where a token that was
+    guessed there left one and was dropped, rather than from that of the token before.
     """
 
     entries: Mapping[str, tuple[str, Sizes]] = field(default_factory=dict)
     lasting: tuple[str, ...] = ()
     whole: bool = False
     merged: bool = False
+    guessed: bool = False
 
     @property
     def of_call(self) -> list[str]:
@@ -136,6 +140,10 @@ class Tokens(Base):
             last = positions[:, :1] - 1  # [B,1]
             at = last.clamp(min=0).remainder(RING)
             known = (places.gather(1, at) == last)[:, 0] & (last[:, 0] >= 0)
+            if memory.guessed:
+                here = positions[:, :1].clamp(min=0).remainder(RING)
+                guess = (places.gather(1, here) == positions[:, :1]) & (last >= 0)
+                at, known = torch.where(guess, here, at), known | guess[:, 0]
             before = {n: _entry(v, at)[:, 0] for n, v in held.items()}
             listed, new = self.choose(x, form, before, known)
         found = [listed, *(new[name] for name in memory.of_call)]

@@ -39,8 +39,10 @@ class Specache(Tokens):
     the share of the query head of the group that gave most. So they are known a step ahead, and are fetched while the
     step goes on with later layers.
 
-    The paper asks a guess of the next token for these rows, which it feeds beside each token; here the token before
-    does. The first token behind a prompt, or behind any call that reads everything, asks for its own, as in the paper.
+    With `guess` a guess of the token asks for them, which the step before fed and dropped (`loop = specache`), as in
+    the paper: where it is right, a token reads about the rows that it would ask for itself. The guess reads those that
+    the token beside it does. Where none was fed, the token before asks. The first token behind a prompt, or behind any
+    call that reads everything, asks for its own, as in the paper.
     A call of up to FEW tokens gives the logits of single tokens; longer ones read everything, and no copy.
 
     Bytes of the copy, for a token, layer and KV head: D · bits/8 + 4 D/group of keys, D · bits/8 + 4 ⌈D/group⌉ of
@@ -52,8 +54,8 @@ class Specache(Tokens):
     tokens_read: int = option(64, least=0)
     bits: int = option(2, one_of=(1, 2, 4, 8))
     group: int = option(32, one_of=PAGES)
+    guess: bool = False
 
-    lacks = "a guess of the next token that asks (the token before asks)"
     layout = MAPPED
     relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
     breaks = SPARSE | {Invariant.PLAIN_KEYS}
@@ -67,7 +69,7 @@ class Specache(Tokens):
     def memory(self, heads: int, width: int, groups: int) -> Memory:
         """The rows that the next token reads."""
         rows = {"rows": ("int64", (groups * self.tokens_read,))} if self.tokens_read else {}
-        return Memory(rows, merged=True)
+        return Memory(rows, merged=True, guessed=self.guess)
 
     def refusal(self, program: Program, node: fx.Node, plain: bool) -> str:
         return as_cached(node, plain)
@@ -140,6 +142,8 @@ class Specache(Tokens):
         if self.tokens_read:
             end = (own + 1).div(self.group, rounding_mode="floor") * self.group
             later = (visible & (places < end[..., None]))[:, None]  # by the next token
+            if self.guess:  # by the token that comes here
+                later = seen
             lowest = torch.finfo(logits.dtype).min / 2
             shares = logits.masked_fill(~later[:, :, None], lowest).log_softmax(-1)
             worth = shares.amax(2)
@@ -151,6 +155,9 @@ class Specache(Tokens):
             told = before["rows"].unflatten(1, (groups, 1, -1))
             first = torch.where(known[:, None, None, None], told, mine)
             asked = torch.cat((first, rows), dim=2).narrow(2, 0, tokens)
+            if self.guess:
+                second = torch.arange(tokens, device=asked.device)[:, None] == 1
+                asked = torch.where(second, first, asked)
             listed = torch.cat((listed, asked), dim=3)
         exact = read_pages(listed, 1, places.shape[0])  # [B,G,T,C]
         copied = seen & ~exact

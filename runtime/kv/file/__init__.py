@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,11 @@ class Base(Method, ABC):
     """
 
     grade: str
+
+    @property
+    def levels(self) -> Sequence[Base]:
+        """Ways to send keys and values, the nearest and largest first (`session.export_chunks`)."""
+        return (self,)
 
     @abstractmethod
     def encode(self, place: Place, x: Numbers) -> Arrays:

@@ -54,6 +54,7 @@ class Store:
     def __init__(self, room: int, least: int):
         self.room, self.least = room, least
         self.lock = RLock()  # held while the index is read or changed
+        self.version = 0  # how often what is stored has changed
         self._anchor = (least + 1) // 2
         self._stored: OrderedDict[int, Stored] = OrderedDict()  # by id, the oldest first
         self._index: dict[tuple[int, bytes], list[tuple[Stored, int]]] = {}
@@ -85,14 +86,17 @@ class Store:
                 if same == one.tokens.size:
                     self._drop(one)
             new = Stored(tokens.copy(), arrays(), space)
+            self.version += 1
             self._stored[id(new)] = new
             for key, place in self._anchors(new):
                 self._index.setdefault(key, []).append((new, place))
             while sum(one.tokens.size for one in self._stored.values()) > self.room:
                 self._drop(next(iter(self._stored.values())))
 
-    def prefix(self, space: int, tokens: Ints) -> Piece | None:
-        """The longest stored beginning of the tokens [n]: it holds what they would give, wherever they go on."""
+    def prefix(self, space: int, tokens: Ints, use: bool = True) -> Piece | None:
+        """The longest stored beginning of the tokens [n]: it holds what they would give, wherever they go on. `use`: it
+        stays longer.
+        """
         with self.lock:
             found = [
                 Piece(0, _common(one.tokens, tokens), one, 0)
@@ -102,11 +106,14 @@ class Store:
             best = max(found, key=lambda piece: piece.count, default=None)
             if best is None or best.count < self.least:
                 return None
-            self._used(best.stored)
+            if use:
+                self._used(best.stored)
             return best
 
-    def matches(self, space: int, tokens: Ints) -> list[Piece]:
-        """All runs of `least` or more of the tokens [n] that are stored, as long as they are; they may overlap."""
+    def matches(self, space: int, tokens: Ints, use: bool = True) -> list[Piece]:
+        """All runs of `least` or more of the tokens [n] that are stored, as long as they are; they may overlap. `use`:
+        what they are of stays longer.
+        """
         found: list[Piece] = []
         ends: dict[tuple[int, int], int] = {}  # of the runs found, by what is stored and its shift
         size = self._anchor
@@ -122,7 +129,7 @@ class Store:
                     ends[run] = place + ahead
                     if back + ahead >= self.least:
                         found.append(Piece(place - back, back + ahead, stored, offset - back))
-            for one in {id(piece.stored): piece.stored for piece in found}.values():
+            for one in {id(piece.stored): piece.stored for piece in found if use}.values():
                 self._used(one)
         return found
 

@@ -25,14 +25,15 @@ class KVShare(Pieces):
     `threshold` of its attention at `layer` to them, the `repairs` of them that it attends to most are computed again
     before it, once each (0: none is). Until all were, such a token takes two graph calls.
 
-    The paper's scheduler, which orders waiting requests by their hits, is left to who serves them.
+    The stored prompt is the one that covers most of the prompt by runs of `least` tokens, found by an index of tokens:
+    only equal tokens can be taken over, so a search by meaning would find none that covers more. The paper's scheduler,
+    which orders waiting requests by their hits, is the schedule `hit-ratio`.
     """
 
     attended: float = option(0.05, least=0, most=1)
     watch: float = option(0.16, least=0, most=1)
     threshold: float = option(0.05, least=0, most=1)
     repairs: int = option(4, least=0, most=4096)
-    lacks = "the scheduler that orders requests by their hits"
     attention: ClassVar[bool] = True
 
     def pieces(self, matches: Sequence[Piece]) -> list[Piece]:

@@ -79,11 +79,13 @@ class ModelParts:
 @dataclass(frozen=True)
 class ObserverFactory:
     """Makes an observer for each session of a model, of so many rows. `shared`: figures of what they share;
-    `close`: frees it, when the model closes.
+    `known`: how many tokens of a prompt [n], of a row with the adapter of this number, they spare it; `close`: frees
+    it, when the model closes.
     """
 
     open: Callable[[int], SessionObserver]
     shared: Callable[[], dict[str, int]] | None = None
+    known: Callable[[Ints, int], int] | None = None
     close: Callable[[], None] | None = None
 
 

@@ -93,6 +93,13 @@ class Pool:
         """The blocks that the tokens [n] begin with, as many as are known, for the caller to use. `root`: what the
         first of them follows.
         """
+        with self.lock:
+            found = self.look(tokens, root)
+            self.share(found)
+        return found
+
+    def look(self, tokens: Ints, root: int = ROOT) -> list[int]:
+        """The same, which nobody uses yet."""
         found: list[int] = []
         with self.lock:
             last = root
@@ -102,7 +109,6 @@ class Pool:
                     break
                 last = self._known[key]
                 found.append(last)
-            self.share(found)
         return found
 
     def add(self, before: int, tokens: Ints, parts: Mapping[str, npt.NDArray[Any]]) -> int | None:

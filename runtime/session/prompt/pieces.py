@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -34,6 +34,7 @@ from accel.runtime.session.observers.token_log import Log
 from accel.runtime.session.prompt._two_parts import TwoParts, Values
 
 _NEVER = np.iinfo(np.int64).max
+_ASKED = 256  # prompts that wait, of which the last answer is held
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,27 @@ class Reuse:
     store: Store
     names: Mapping[int, tuple[str, str]]
     layer: int
+    _seen: dict[tuple[int, bytes], tuple[int, int]] = field(default_factory=dict, compare=False)
+
+    def known(self, tokens: Ints, space: int) -> int:
+        """How many tokens of a prompt [n] would be taken over, of what is stored now."""
+        asked, version = tokens[:-1], self.store.version
+        key = space, asked.tobytes()
+        if self._seen.get(key, (-1, 0))[0] != version:
+            if len(self._seen) >= _ASKED:
+                self._seen.clear()
+            self._seen[key] = version, self._count(asked, space)
+        return self._seen[key][1]
+
+    def _count(self, asked: Ints, space: int) -> int:
+        matches = self.store.matches(space, asked, use=False)
+        first = self.store.prefix(space, asked, use=False)
+        begin = 0 if first is None else first.count
+        rest = [piece.within(begin, asked.size) for piece in matches]
+        found: list[Piece] = self.method.pieces(
+            [piece for piece in rest if piece.count >= self.store.least]
+        )
+        return begin + sum(piece.count for piece in found)
 
     @property
     def late(self) -> list[str]:
@@ -117,7 +139,9 @@ class PieceReuse(SessionObserver, CallWatcher, PromptRunner):
         both = {layer: (found[Part.KEYS], found[Part.VALUES]) for layer, found in names.items()}
         layer = telling(method.layer, len(model.facts.layers))
         reuse = Reuse(method, Store(method.tokens, method.least), both, layer)
-        return ObserverFactory(lambda batch: cls(reuse, batch), shared=lambda: reuse.store.stats)
+        return ObserverFactory(
+            lambda batch: cls(reuse, batch), lambda: reuse.store.stats, reuse.known
+        )
 
     def call_room(self, lengths: Ints) -> Ints:
         """See SessionObserver. One token where some are watched, because it may change them for the next."""

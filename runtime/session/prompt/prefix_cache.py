@@ -79,7 +79,11 @@ class PrefixCache(SessionObserver, CallWatcher, PromptRunner):
         if pool is None:
             return None
         values = {v.name: v.fill for v in model.state if v.part is Part.RECURRENT}
-        return ObserverFactory(lambda batch: cls(pool, batch, values), shared=lambda: pool.stats)
+
+        def known(tokens: Ints, adapter: int) -> int:
+            return len(pool.look(tokens[:-1], ROOT - adapter)) * pool.block
+
+        return ObserverFactory(lambda batch: cls(pool, batch, values), lambda: pool.stats, known)
 
     @property
     def stats(self) -> dict[str, float]:

@@ -3,6 +3,7 @@ against the oracle, bad input.
 """
 
 import models
+import numpy as np
 import pytest
 import torch
 
@@ -159,6 +160,42 @@ def _behind(node):
             found.add(one)
             waiting += one.all_input_nodes
     return found
+
+
+class Itself(Specache):
+    """What no step can know in time: each token reads the rows that it asks for itself."""
+
+    def choose(self, x, mask, before, known):
+        return super().choose(x, mask, before, torch.zeros_like(known))
+
+
+def stepped(stateful, method, guesses):
+    """Logits of single tokens behind a prompt, each with a guess beside it that is dropped (None: none)."""
+    text = np.random.default_rng(5).integers(3, 50, (1, 60))
+    out = []
+    with Selecting(stateful("llama"), method).session() as session:
+        session.prompt(text[:, :30])
+        for i in range(30, 42):
+            if guesses is None:
+                out.append(session.run(text[:, [i]])[:, 0])
+                continue
+            both = np.concatenate([text[:, [i]], guesses(text[:, [i + 1]])], axis=1)
+            out.append(session.run(both)[:, 0])
+            session.rewind(i + 1)
+    return np.stack(out)[1:]  # nobody guessed the first
+
+
+def test_a_right_guess_asks_for_what_the_token_would(stateful):
+    """In a layer behind layers that read everything, so that its query is the token's own."""
+    options = {"tokens_read": 4, "group": 4, "dense_layers": 1, "bits": 1}
+    want = stepped(stateful, Itself(**options, guess=True), None)
+    got = stepped(stateful, Specache(**options, guess=True), lambda right: right)
+    assert np.abs(got - want).max() < 1e-4
+    for method, guesses in (
+        (Specache(**options, guess=True), lambda right: (right + 7) % 50),
+        (Specache(**options), lambda right: right),
+    ):
+        assert np.abs(stepped(stateful, method, guesses) - want).max() > 1e-3
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import RecipeError, SavedSessionError
-from accel.runtime.kv.file import Place
+from accel.runtime.kv.file import Place, _rans
 from accel.runtime.kv.file.cachegen import CacheGen
 
 from ....prefill_case import built, far
@@ -38,9 +38,10 @@ def law_codes(method, place):
     np.testing.assert_array_equal(got, want.astype(np.float32))
 
 
+@pytest.mark.parametrize("coder", ["huffman", "arithmetic"])
 @pytest.mark.parametrize("place", [FIRST, DEEP])
-def test_codes_are_those_of_the_paper_and_come_back(place):
-    law_codes(CacheGen(), place)
+def test_codes_are_those_of_the_paper_and_come_back(place, coder):
+    law_codes(CacheGen(coder=coder), place)
 
 
 def test_the_law_catches_another_grid(monkeypatch):
@@ -50,15 +51,44 @@ def test_the_law_catches_another_grid(monkeypatch):
         law_codes(CacheGen(), FIRST)
 
 
-def test_bits_are_near_the_entropy():
-    """Codes alone: at most a tenth above the entropy of the channels, and well below one code a symbol."""
-    x, method = keys(), CacheGen()
-    found, bits = codes(method, FIRST, x), 0.0
+def entropy(found):
+    """Bits of codes [S,N], each channel by its own frequencies."""
+    bits = 0.0
     for channel in found.T:
         share = np.bincount(channel) / len(channel)
         bits -= len(channel) * (share[share > 0] * np.log2(share[share > 0])).sum()
-    size = 8 * method.encode(FIRST, x)["codes"].size
-    assert bits < size < 1.1 * bits < 0.9 * 5 * x.size
+    return bits
+
+
+@pytest.mark.parametrize(("coder", "above"), [("huffman", 1.1), ("arithmetic", 1.05)])
+def test_bits_are_near_the_entropy(coder, above):
+    """Streams, their places and tables of frequencies: all but the tokens' maxima."""
+    x, method = keys(), CacheGen(coder=coder)
+    bits = entropy(codes(method, FIRST, x))
+    size = 8 * sum(a.nbytes for n, a in method.encode(FIRST, x).items() if n != "most")
+    assert bits < size < above * bits < 0.9 * 5 * x.size
+
+
+@pytest.mark.parametrize("count", [1, 3, 512, 513, 1100])
+def test_the_arithmetic_coder_loses_nothing(count):
+    """Of skewed and constant channels, and of all codes equally often, whatever the length."""
+    rng = np.random.default_rng(count)
+    found = np.stack([rng.integers(0, 31, count), np.full(count, 30), np.minimum(rng.geometric(0.7, count), 30),
+                      np.where(rng.random(count) < 1e-3, 0, 17)]).astype(np.uint8)  # fmt: skip
+    parts = _rans.encoded(found, 31)
+    np.testing.assert_array_equal(_rans.decoded(parts, 4, count, 31), found)
+    for name, change in (("words", parts["words"][:-1]), ("states", parts["states"] ^ 1),
+                         ("table", parts["table"][:-6]), ("states", parts["states"][1:])):  # fmt: skip
+        if change.size < parts[name].size or name == "states":
+            with pytest.raises(ValueError, match="codes|streams|table|incomplete|Error"):
+                _rans.decoded({**parts, name: change}, 4, count, 31)
+
+
+def test_levels_halve_the_bins():
+    bins = [(one.bins, one.deep_bins) for one in CacheGen().levels]
+    assert bins == [(64, 32), (32, 16), (16, 8)]
+    assert [one.bins for one in CacheGen(bins=256, deep_bins=6).levels] == [256, 256, 128]
+    assert len(CacheGen(bins=4, deep_bins=4).levels) == 2
 
 
 def test_the_first_layers_have_more_bins():

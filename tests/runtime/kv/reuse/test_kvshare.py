@@ -5,6 +5,7 @@ import pytest
 
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
+from accel.runtime.kv.reuse._store import Store, most_alike
 from accel.runtime.session.prompt.pieces import PieceReuse
 
 from ....pieces_case import asked, blended, put, repaired, reusing
@@ -43,6 +44,46 @@ class Told:
         found = self.watched[np.sort(np.argsort(-share[self.watched], kind="stable")[:3])]
         self.watched = np.setdiff1d(self.watched, found)
         return found
+
+
+def runs(tokens, stored, least):
+    """How many tokens of a prompt lie in runs of `least` or more that this stored prompt has, by trying all of both;
+    the longest run first, then what is left of others.
+    """
+    free = np.ones(tokens.size, bool)
+    while True:
+        best = (0, 0)
+        for start in range(tokens.size):
+            for offset in range(stored.size):
+                count = 0
+                while (
+                    start + count < tokens.size
+                    and offset + count < stored.size
+                    and free[start + count]
+                    and tokens[start + count] == stored[offset + count]
+                ):
+                    count += 1
+                best = max(best, (count, -start))
+        if best[0] < least:
+            return int((~free).sum())
+        free[-best[1] : -best[1] + best[0]] = False
+
+
+def test_no_stored_prompt_has_more_of_a_prompt_than_the_one_that_is_found():
+    """So a search by meaning would find none that is better, where only equal tokens are taken over."""
+    rng, least, found = np.random.default_rng(1), 6, 0
+    for _ in range(12):
+        store, texts = Store(1000, least), [rng.integers(3, 9, 40) for _ in range(3)]
+        for text in texts:
+            store.add(0, text, dict)
+        spans = rng.integers([[0, 0, 4]] * 3, [3, 20, 18]).tolist()
+        parts = [texts[i][start : start + count] for i, start, count in spans]
+        prompt = np.concatenate([*parts, rng.integers(3, 9, 5)])
+        pieces = most_alike(store.matches(0, prompt), least)
+        covered = sum(piece.count for piece in pieces)
+        assert covered == max(runs(prompt, text, least) for text in texts)
+        found += covered
+    assert found > 60
 
 
 def law_share(target="eager"):
