@@ -22,7 +22,7 @@ def of(**tables):
 
 def test_the_nearest_methods_that_lose_less_are_named():
     said = advice(LOST, of(weights="int4"))
-    assert "by weights = int4: weights = int8 or float16 loses less" in said
+    assert "by weights = int4: weights = int8 or quantspec-weights loses less" in said
     assert "leave [weights] out" in advice(LOST, of(weights="float16")), "none loses less"
     assert "leave [depth] out" in advice(LOST, of(depth="shortgpt"))
 

@@ -542,7 +542,8 @@ class Session:
         no codec, or its cache has not a slot for each token; the session has several rows, or its tokens are not known.
         """
         core = self._open(same=True)
-        ids = (self.tokens or [None])[0] if tokens is None else as_ints(tokens, "tokens")
+        known = self.tokens
+        ids = as_ints(tokens, "tokens") if tokens is not None else known[0] if known else None
         return export_chunks(core, ids, as_count(size, "size", 1))
 
     def import_chunks(self, saved: SavedSession, wire: Wire, ends: float) -> list[Chunk]:

@@ -55,7 +55,8 @@ class Timed:
     """A schedule whose plans are timed; `last`: the newest."""
 
     def __init__(self, inner: Any, clock: Clock):
-        self.chunks, self._plan = inner.chunks, clock.of("plan", inner.plan)
+        self.chunks, self.reads_hits = inner.chunks, inner.reads_hits
+        self._plan = clock.of("plan", inner.plan)
         self.last = Plan()
 
     def plan(self, state: State, limits: Limits) -> Plan:
