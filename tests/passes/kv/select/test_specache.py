@@ -185,6 +185,7 @@ def stepped(stateful, method, guesses):
     return np.stack(out)[1:]  # nobody guessed the first
 
 
+@pytest.mark.long
 def test_a_right_guess_asks_for_what_the_token_would(stateful):
     """In a layer behind layers that read everything, so that its query is the token's own."""
     options = {"tokens_read": 4, "group": 4, "dense_layers": 1, "bits": 1}
