@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from accel.ir.fields import Fields
@@ -10,6 +11,7 @@ NESTED, PROPAGATE = CACHES = ("nested", "propagate")
 REFEED = "refeed"
 RUN_LAYERS, RUN_ATTN, RUN_MLP = "run_layers", "run_attn", "run_mlp"
 RUN_ROWS = "run_rows"  # the layers that change a row's stream [B,L]
+ENDS = 0.9  # the share of a threshold at which one that falls ends
 ROUTE = "route"  # the scores of each token's layers [B,T,L]
 LAYERS_RAN = "layers_ran"  # how many layers a call ran, of each of its tokens [B,T]
 BRANCHES = {
@@ -31,7 +33,8 @@ class Depth:
     tokens after a prompt it runs for although the plan leaves it out; none where no layer does. dense: how many tokens
     after a prompt go by no threshold. routed: whether each token goes by the threshold for itself, those of a prompt,
     too, and leaves out branches above it. by_prompt: the mean score of a row's prompt from which on a layer runs for
-    what comes after it; none where layers have no scores.
+    what comes after it; none where layers have no scores. falls: how fast the threshold falls, to 0.9 of itself, over
+    the `over` tokens that follow a prompt; 0: it stays.
     """
 
     plan: tuple[bool, ...]
@@ -43,6 +46,14 @@ class Depth:
     routed: bool = False
     by_prompt: float | None = None
     window: int = 0
+    falls: float = 0.0
+    over: int = 0
+
+    def threshold_at(self, token: int) -> float | None:
+        """The confidence from which a token goes no deeper, so many after the first that follows a prompt."""
+        if self.threshold is None or not self.falls:
+            return self.threshold
+        return self.threshold * (ENDS + (1 - ENDS) * math.exp(-self.falls * token / self.over))
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -87,6 +98,8 @@ class Depth:
             )
         if self.cache not in (*CACHES, REFEED):
             raise f.wrong("cache", self.cache, f"one of {', '.join((*CACHES, REFEED))}")
+        if self.falls < 0 or (self.falls > 0) != (self.over > 0):
+            raise f.wrong("over", self.over, "a count of tokens above 0 where falls is above 0")
         if (self.cache == REFEED) != (self.window > 0):
             raise f.wrong(
                 "window", self.window, "a count above 0 where the cache is refeed, else 0"

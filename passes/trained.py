@@ -26,6 +26,7 @@ from accel.ir.trained import Likeness, digest, located, opened
 
 Parts = dict[int, dict[str, Tensor]]  # layer, or ALL -> name -> tensor
 ALL = -1  # of what all layers share
+INNER = -2  # in sizes: any, but one for all tensors of a layer's target
 _SAMPLES = 64  # numbers of a weight that tell one model from another
 _NEAR = 0.3  # of the numbers' norm
 _LINEAR = torch.ops.aten.linear.default
@@ -121,7 +122,7 @@ def measured_for(method: Tables, program: Program, keys: Mapping[int, fx.Node]) 
 
 def read(method: Any, model: str, numbers: str, want: Mapping[int, Sizes]) -> Parts:
     """The tensors of a method's file, checked. `model`, `numbers`: its name, and some of its weights; `want`: sizes,
-    -1: any. Raises PassError, as `Trained.tensors`.
+    below 0: any, `INNER` one and the same. Raises PassError, as `Trained.tensors`.
     """
     key, one = method.key, part(method.key, isinstance(method, Tables))
     named = ("table", method.table) if isinstance(method, Tables) else ("trained", method.trained)
@@ -134,13 +135,29 @@ def read(method: Any, model: str, numbers: str, want: Mapping[int, Sizes]) -> Pa
         for name, size in shapes.items():
             has = tuple(parts[layer][name].shape)
             if len(has) != len(size) or any(
-                w not in (h, -1) for h, w in zip(has, size, strict=True)
+                w >= 0 and w != h for h, w in zip(has, size, strict=True)
             ):
                 raise PassError(
-                    f"{key}: {file} has {_named(layer, name)} of size {list(has)}, this model needs {list(size)} "
-                    f"(-1: any); {one.verb[0]} it again for this model"
+                    f"{key}: {file} has {_named(layer, name)} of size {list(has)}, this model needs "
+                    f"{[max(w, -1) for w in size]} (-1: any); {one.verb[0]} it again for this model"
+                )
+        for target, widths in _inner(parts[layer], shapes).items():
+            if len(set(widths.values())) > 1:
+                raise PassError(
+                    f"{key}: {file} has {_named(layer, target)} with {', '.join(widths)} of the widths "
+                    f"{list(widths.values())}, which have to be one; {one.verb[0]} it again for this model"
                 )
     return parts
+
+
+def _inner(tensors: Mapping[str, Tensor], shapes: Sizes) -> dict[str, dict[str, int]]:
+    """What tensors have where their size is `INNER`: by target, and name."""
+    found: dict[str, dict[str, int]] = {}
+    for name, size in shapes.items():
+        if INNER in size:
+            target, _, last = name.rpartition(".")
+            found.setdefault(target, {})[last] = tensors[name].shape[size.index(INNER)]
+    return found
 
 
 def options_of(method: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.axis import option
-from accel.ir.depth import PROPAGATE, REFEED, Depth
+from accel.ir.depth import ENDS, PROPAGATE, REFEED, Depth
 from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.program import Editor, Program
@@ -65,6 +65,10 @@ class Calm(Base):
     A `threshold` of 0 is measured on the calibration text: the least at which a share of at least `agreement` of all
     tokens are those of the whole model, with a `probability` that holds for text like it (the tokens before one have
     run all layers). Where there is none, the model has no exits.
+
+    With `falls` above 0 the threshold falls with each token behind the prompt, n, to 0.9 of itself:
+    `threshold` (0.9 + 0.1 exp(-`falls` n / `over`)), as later tokens spoil less; the paper takes 4, over the longest
+    answer. A measured threshold is where it ends, so that what holds of it holds throughout.
     """
 
     threshold: float = option(0.0, least=0)
@@ -75,10 +79,11 @@ class Calm(Base):
     every: int = option(4, least=1)
     cache: str = option(PROPAGATE, one_of=(PROPAGATE, REFEED))
     window: int = option(8, least=1, most=64)
+    falls: float = option(0.0, least=0)
+    over: int = option(512, least=1)
     trained: str = ""
 
     key: ClassVar[str] = ExitClassifier.key
-    lacks = "thresholds that fall with the position"
     reads_text = True
     small: ClassVar[Mapping[str, Any]] = {"threshold": 0.05, "first": 1, "every": 1}
 
@@ -110,7 +115,12 @@ class Calm(Base):
         threshold = self.threshold or self._measured(program, exits, measure, parts)
         calls = conditions(program, self.cache)
         every, window = (True,) * count, self.window if self.cache == REFEED else 0
-        program.facts.depth = Depth(every, self.cache, threshold, window=window)
+        falls, over = (self.falls, self.over) if self.falls and threshold else (0.0, 0)
+        if threshold and falls and not self.threshold:
+            threshold /= ENDS
+        program.facts.depth = Depth(
+            every, self.cache, threshold, window=window, falls=falls, over=over
+        )
         if threshold is None:  # a call may still say which layers run
             return Report(changed=len(calls))
         limit = Editor(program, program.step.graph).placeholder(THRESHOLD, (), torch.float32)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn import functional as F
 
 from accel.ir.axis import option
-from accel.ir.errors import PassError
-from accel.ir.program import Program
-from accel.passes.depth._routed import MLP, Branch, Routed
-from accel.passes.trained import Parts
+from accel.passes.depth._routed import MLP, Routed
+from accel.passes.trained import INNER
 
 HALF = 0.5  # the score from which on a token takes the big MLP, in training
 _COINS = 0.6  # the share of the training in which tokens draw, and the routers do not learn
@@ -51,7 +48,7 @@ class DuoLlm(Routed):
 
     def router(self, width: int) -> dict[str, tuple[int, ...]]:
         """See Learns. w, bias: of the score. gate, up, down: of the small MLP."""
-        small = {"gate": (width, -1), "up": (width, -1), "down": (-1, width)}
+        small = {"gate": (width, INNER), "up": (width, INNER), "down": (INNER, width)}
         return {"w": (width,), "bias": (1,), **small}
 
     def spare(self, x: Tensor, w: Tensor, bias: Tensor, **small: Tensor) -> Tensor:  # type: ignore[override]
@@ -63,24 +60,6 @@ class DuoLlm(Routed):
     ) -> Tensor:
         """See Learns: what the small MLP adds."""
         return (F.silu(x @ gate) * (x @ up)) @ down
-
-    def measured(
-        self,
-        program: Program,
-        calls: Sequence[fx.Node],
-        sites: Sequence[Sequence[Branch]],
-        parts: Parts,
-    ) -> Parts:
-        """The parts. Raises PassError: products of a small MLP are not of one width."""
-        for layer, part in parts.items():
-            gate, up, down = (part[f"{MLP}.{n}"] for n in ("gate", "up", "down"))
-            widths = [gate.shape[1], up.shape[1], down.shape[0]]
-            if len(set(widths)) > 1:
-                raise PassError(
-                    f"{self.use}: the small MLP of layer {layer} has gate, up and down of the widths {widths}, which "
-                    "have to be one; train the part again: accel-compile train duo-llm"
-                )
-        return parts
 
     # Training (api/compiler/train/runs/routers.py)
 

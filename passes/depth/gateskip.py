@@ -17,7 +17,7 @@ from accel.passes.depth._delete import ANOTHER
 from accel.passes.depth._routed import TARGETS, Branch, Routed, of_target, unit
 from accel.passes.depth._threshold import sample
 from accel.passes.stream import Stream
-from accel.passes.trained import Parts
+from accel.passes.trained import INNER, Parts
 
 _OPEN = 5.0  # of a gate that has learnt nothing, before the sigmoid
 _LEFT_OUT = 0.2  # the share of tokens that leave a branch out at the end of training
@@ -54,7 +54,7 @@ class GateSkip(Routed):
 
     def router(self, width: int) -> dict[str, tuple[int, ...]]:
         """See Learns."""
-        return {"down": (-1, width), "up": (width, -1), "bias": (width,)}
+        return {"down": (INNER, width), "up": (width, INNER), "bias": (width,)}
 
     def gate(self, x: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
         """[B,T,E] -> [B,T,E]."""

@@ -122,6 +122,9 @@ class LayerSchedule(SessionObserver, CallWatcher):
         threshold = call.controls.get(THRESHOLD)
         decodes = self.depth.routed or self._decodes(call)
         controls = self._decode[self._turn(before, after)] if decodes else self._whole
+        if decodes and self.depth.falls:
+            limit = self.depth.threshold_at(self._nearest(before, after))
+            controls = controls if limit is None else replace(controls, threshold=limit)
         asked = self._asked_for(call.controls, controls)
         if asked is None and self.depth.by_prompt is not None:
             return self._by_row(call)
@@ -187,8 +190,12 @@ class LayerSchedule(SessionObserver, CallWatcher):
         """Which of the plans of decoding runs, for the row that is nearest to its prompt."""
         if not self._turns.size:
             return 0
-        nearest = int((before - self._prompt)[after > before].min())
+        nearest = self._nearest(before, after)
         return int(np.searchsorted(self._turns, nearest, side="right"))
+
+    def _nearest(self, before: Ints, after: Ints) -> int:
+        """How far the row that is nearest to its prompt is from it, in tokens."""
+        return int((before - self._prompt)[after > before].min())
 
     def _asked_for(self, controls: Mapping[str, Any], usual: Controls) -> Controls | None:
         """What the caller's plan sends; none where there is none. One that comes again is the same object."""

@@ -95,6 +95,36 @@ def test_a_token_leaves_after_the_first_layer_that_leaves_it_as_it_is(target):
     assert found == sorted(found) and len(set(found)) > 2
 
 
+def each_step(compiled, **controls):
+    """The logits [T,V] of nine single tokens behind a prompt of five; controls are functions of the token's number."""
+    with compiled.session() as session:
+        session.prompt(TOKENS[:1, :5])
+        steps = [
+            session.run(TOKENS[:1, 5 + n : 6 + n], **{k: of(n) for k, of in controls.items()})
+            for n in range(9)
+        ]
+    return np.concatenate(steps)[:, -1]
+
+
+def test_a_threshold_falls_with_each_token_behind_the_prompt():
+    """The control: one that stays."""
+    module = module_of(COUNT)
+    near = cosines(module, TOKENS[:, :9])
+    options = {"use": "calm", "by": "state", "first": 1, "every": 1, "falls": 4.0, "over": 6}
+    for limit in np.linspace(max(near.min(), 0.05), 1, 8):
+        recipe = {"depth": {**options, "threshold": float(limit)}}
+        with accel.optimize(module, recipe, target="eager", max_context=32) as compiled:
+            found = each_step(compiled)
+
+            def said(n, limit=float(limit)):
+                return limit * (0.9 + 0.1 * math.exp(-4 * n / 6))
+
+            assert far(found, each_step(compiled, threshold=said)) < 1e-6
+            if far(found, each_step(compiled, threshold=lambda n, at=float(limit): at)) > 1e-3:
+                return
+    pytest.fail("a threshold that falls changes nothing")
+
+
 def test_exits_norm_the_stream_where_a_loop_reads_it_normed():
     """`adaptive-bok` reads the normed stream of all tokens, so rows are chosen behind the norm."""
     module, logits = models.make("llama", 4), []
@@ -247,6 +277,9 @@ def test_a_build_measures_its_threshold_and_tells_what_holds():
         "at most 0.8 of tokens are others than the whole model's, with 0.9"
         in program.facts.notes[-1]
     )
+    falls = built(text, agreement=0.2, probability=0.9, falls=4.0, over=64).facts.depth
+    assert falls.threshold_at(0) == pytest.approx(limit / 0.9)
+    assert falls.threshold_at(10_000) == pytest.approx(limit), "it ends where the bound holds"
     program = built(text[:2])
     assert program.facts.depth.threshold is None and "threshold" not in program.step.inputs
     assert program.facts.notes[-1].startswith("calm: no exits, for at no threshold")

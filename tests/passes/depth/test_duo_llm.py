@@ -176,7 +176,7 @@ def test_small_mlps_stay_whatever_is_stored_otherwise(axis, method):
         (None, r"0.mlp.down of size \[0\], this model needs \[-1,"),
         (
             5,
-            r"small MLP of layer 0 has gate, up and down of the widths \[6, 6, 5\].*train the part",
+            r"has 0.mlp with gate, up, down of the widths \[6, 6, 5\].*train it again",
         ),
     ],
 )

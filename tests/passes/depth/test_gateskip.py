@@ -11,7 +11,7 @@ from accel.passes import run
 from accel.passes.depth.gateskip import GateSkip
 
 from ...depth_case import NEVER, far, module_of, program_of
-from ...router_case import opened, part, ran_by, routed_oracle, soft, trained, unit
+from ...router_case import file_of_part, opened, part, ran_by, routed_oracle, soft, trained, unit
 
 COUNT, PROMPT, BOTH = 3, 6, ("attn", "mlp")
 TOKENS = np.random.default_rng(5).integers(3, 90, (2, 10))
@@ -131,6 +131,10 @@ def test_a_build_without_gates_or_with_those_of_another_model_is_refused():
         run(made, GateSkip().steps()[:1], done=pipeline())
     with pytest.raises(PassError, match="was trained for another model"):
         built("gpt_neox", trained=trained("llama", COUNT, "gateskip")["trained"])
+    parts = {i: dict(p) for i, p in part("llama", COUNT, "gateskip").items()}
+    parts[1]["attn.up"] = parts[1]["attn.up"][:, :-1]
+    with pytest.raises(PassError, match=r"has 1.attn with down, up of the widths \[\d+, \d+\]"):
+        built(trained=file_of_part("llama", COUNT, "gateskip", parts))
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.0])
