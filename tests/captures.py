@@ -144,12 +144,16 @@ def run(
 def key_of(model: nn.Module, traits: Any, values: bool = True) -> Hashable:
     """What a capture depends on; nothing where that cannot be told. Without `values`, what an export does."""
     config = getattr(model, "config", None)
-    settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
-    parts: list[Hashable] = [repr(traits), settings, *(getattr(capturing, name) for name in STEPS)]
+    parts: list[Hashable] = [repr(traits), *(getattr(capturing, name) for name in STEPS)]
+    seen: set[int] = set()  # a decoder's configuration may be another than its model's
     for name, module in model.named_modules(remove_duplicate=False):
         if any(v for k, v in vars(module).items() if k.endswith("_hooks")):
             return None
         parts += [name, type(module), type(module).forward, module.training]
+        own = getattr(module, "config", None)
+        if id(own) not in seen and hasattr(own, "to_json_string"):
+            seen.add(id(own))
+            parts.append(own.to_json_string(use_diff=False))
         for k, v in sorted(vars(module).items()):
             if isinstance(v, (*PLAIN, BuiltinFunctionType)):
                 parts.append((k, v))

@@ -15,6 +15,7 @@ from accel.compiler.build_options import BuildOptions
 from accel.compiler.load.heads import Target
 from accel.compiler.load.heads._folder import HeadFolder, head_at
 from accel.compiler.load.source import Source, open_source
+from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
@@ -270,8 +271,13 @@ def _check(
             f"draft.{use}: {path} is a masked-diffusion model; use draft = gad, or give a model that decodes token by "
             "token"
         )
+    if facts.diffusion is not None and facts.diffusion.mask is None:
+        raise RecipeError(
+            f"draft.{use}: {path} has no token that stands for what is to be filled; set mask_token_id in its "
+            "configuration"
+        )
     if facts.encoder is not None:
-        raise RecipeError(f"draft.model: {path} has an encoder; a draft model must be a decoder")
+        _check_encoder(use, fills, path, target, facts.encoder)
     if facts.max_batch < target.max_batch:
         raise RecipeError(
             f"draft.model: {path} was built for batches of up to {facts.max_batch}, but the "
@@ -284,6 +290,36 @@ def _check(
                 f"draft.{use}: {path} has another tokenizer than the model, and fills masks by its own tokens; "
                 f"{_another(path)}"
             )
+
+
+def _check_encoder(use: str, fills: bool, path: Path, target: Facts, encoder: EncoderFacts) -> None:
+    """Raise RecipeError where the encoder of a model that drafts cannot read what the target's reads."""
+    if not fills:
+        raise RecipeError(
+            f"draft.{use}: {path} has an encoder; a model that drafts token by token must be a decoder"
+        )
+    theirs = target.encoder
+    if theirs is None:
+        raise RecipeError(
+            f"draft.{use}: {path} has an encoder, and the model has none whose source it could read; give a decoder"
+        )
+    if (theirs.features, theirs.vocab_size) != (encoder.features, encoder.vocab_size):
+        raise RecipeError(
+            f"draft.{use}: the encoder of {path} reads {_reads(encoder)}, and the model's {_reads(theirs)}; give one "
+            "that reads the same"
+        )
+    if encoder.max_length < theirs.max_length:
+        raise RecipeError(
+            f"draft.{use}: the encoder of {path} takes {encoder.max_length} tokens, and the model's "
+            f"{theirs.max_length}; build it with max_context = {theirs.max_length}"
+        )
+
+
+def _reads(encoder: EncoderFacts) -> str:
+    """What an encoder is given."""
+    if encoder.features:
+        return f"features {list(encoder.features)}"
+    return f"{encoder.vocab_size} tokens"
 
 
 def _check_kind(plan: Plan, head: str | None, path: Path) -> None:

@@ -18,6 +18,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.inputs.text import same_tokens
+from accel.runtime.session.modes.encoder_input import EncoderInput
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import empty
 from accel.runtime.speculation.guard import steps_of
@@ -29,21 +30,21 @@ OWN = "diffusion"  # of accel.reference: the bundled model that fills masks
 @dataclass(frozen=True)
 class Gad(Base):
     """`path`: a masked-diffusion model with the tokens of the target, an artifact or a Hugging Face directory, which is
-    compiled in the same build; empty: the bundled one, for the bundled model. `weights`: as of `model`.
+    compiled in the same build; empty: the bundled one, for the bundled model. `weights`: as of `model`. For an
+    encoder-decoder it is one itself, whose decoder sees both ways: it reads the request's source by its own encoder.
 
     The length is the block: so many masks follow the text, each of which becomes its likeliest token, whatever the
-    others become. A call runs the tokens that came since the one before, and the masks. So older keys and values do not
-    see what came later; the papers' drafters are encoder-decoders, whose decoder reads the whole text again.
+    others become. An encoder-decoder's decoder reads the whole text again in each call, as in the papers. Another
+    model runs the tokens that came since the call before, and the masks, so older keys and values do not see what
+    came later.
 
-    The papers' training (masks at the end of a text that is cut at random, glancing) is not built; the bundled
-    model learnt to fill masks anywhere. It has as many parameters as the bundled target, so its call costs more
-    than two steps: the recipes `gad` and `specdec-nar` gain with a drafter that is much smaller.
+    The bundled model learnt to fill masks anywhere. It has as many parameters as the bundled target, so its call costs
+    more than two steps: the recipes `gad` and `specdec-nar` gain with a drafter that is much smaller.
     """
 
     path: str = ""
     weights: str = "int8"
 
-    lacks = "an encoder-decoder that drafts, and its training"
     fills = True
     relies = frozenset({Invariant.CHAINS})
 
@@ -66,8 +67,17 @@ class Gad(Base):
             most = theirs.tokens[-1]
             cost = steps_of(theirs, count * most, context.costs, count) / most
             opening = steps_of(theirs, sum(row.prompt.size for row in rows), context.costs, count)
+        own = empty(draft_model, len(rows))
+        if draft_model.facts.encoder is not None:
+            source = session.observer(EncoderInput)
+            if source is None or not source.encoded:
+                raise InputError(
+                    "draft.gad: the model that fills masks has an encoder and this session has no source for it; build "
+                    "an encoder-decoder with it"
+                )
+            own.encode(source.given, None if source.encoder.features else source.lengths)
         return _Blocks(
-            empty(draft_model, len(rows)),
+            own,
             draft_model.facts.diffusion,
             rows,
             session.vocab_size,
@@ -88,8 +98,11 @@ class _Blocks(Drafters):
     ):
         self.draft_cost, self.opening = cost, opening
         self._session, self._rows, self._vocab = session, rows, vocab_size
-        assert diffusion.mask is not None  # only encoder-decoders lack one, and none drafts
+        assert diffusion.mask is not None  # checked by the build
         self._mask, self._shift = diffusion.mask, int(diffusion.shift)
+        self._again = (
+            session.observer(EncoderInput) is not None
+        )  # reads the whole text in each call
         self._text = np.zeros(len(rows), np.int64)  # tokens of each row that its slots hold
 
     @property
@@ -120,7 +133,8 @@ class _Blocks(Drafters):
         tokens[tokens >= session.vocab_size] = 0  # of the target alone
         logits = session.write(tokens, start, counts, columns)[:, :, : self._vocab]
         logits[:, :, self._mask : self._mask + 1] = -np.inf  # the mask is no guess
-        self._text[list(blocks)] = [seen[i].size for i in blocks]
+        if not self._again:
+            self._text[list(blocks)] = [seen[i].size for i in blocks]
         return {i: Tree.chain(logits[i, :size].argmax(1)) for i, size in blocks.items()}
 
     def close(self) -> None:

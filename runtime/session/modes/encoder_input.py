@@ -1,4 +1,4 @@
-"""What a session knows of the encoder's input: nothing runs before it was given."""
+"""What a session knows of the encoder's input: nothing runs before it was given, and who drafts reads it, too."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from accel.ir.encoder import EncoderFacts
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Call
 from accel.runtime.inputs.encoder_inputs import entry_inputs
-from accel.runtime.rows import PerRow, PerSession
+from accel.runtime.rows import ByRow, PerRow, PerSession
 from accel.runtime.session.observers.observer import (
     Calls,
     CallWatcher,
@@ -24,10 +25,13 @@ from accel.runtime.session.observers.observer import (
 
 
 class EncoderInput(SessionObserver, CallWatcher):
-    """Whether the encoder was given its input, and how long that of each row is; the cross state is the backend's."""
+    """Whether the encoder was given its input, what that is ([B,X] token ids, or features), and how long each row's is;
+    the cross state is the backend's.
+    """
 
     encoded: Annotated[bool, PerSession()]
     lengths: PerRow
+    given: Annotated[npt.NDArray[Any], ByRow()]
 
     order = 0  # it refuses before others prepare a call
     capabilities = Capabilities(
@@ -38,6 +42,7 @@ class EncoderInput(SessionObserver, CallWatcher):
         self.encoder = encoder
         self.encoded = False
         self.lengths = np.zeros(batch, np.int64)
+        self.given = np.zeros((batch, 0), np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -51,7 +56,7 @@ class EncoderInput(SessionObserver, CallWatcher):
         start = time.perf_counter()
         calls.backend.encode(arrays)
         calls.count(1, 0, start)
-        self.encoded = True
+        self.encoded, self.given = True, arrays["features" if self.encoder.features else "inputs"]
         whole = np.full(calls.batch, self.encoder.max_length)
         self.lengths = (arrays["inputs.pos"] >= 0).sum(1) if "inputs.pos" in arrays else whole
 

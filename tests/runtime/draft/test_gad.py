@@ -138,7 +138,10 @@ def test_a_model_of_other_tokens_is_refused_at_build(tmp_path, monkeypatch):
     theirs = tmp_path / "tokenizer.json"
     theirs.touch()
     plan = assemble(Recipe(tables={"draft": {"use": "gad"}}))
-    facts = SimpleNamespace(diffusion=1, encoder=None, max_batch=8, vocab_size=9, draft_head=None)
+    masks = SimpleNamespace(mask=1)
+    facts = SimpleNamespace(
+        diffusion=masks, encoder=None, max_batch=8, vocab_size=9, draft_head=None
+    )
     target = SimpleNamespace(max_batch=8, vocab_size=9, num_layers=1)
     monkeypatch.setattr(Folder, "tokenizer", Words("a", "b"))
     draft_build._check(plan, Folder(tmp_path), target, Words("a", "b"), facts)
