@@ -2,12 +2,14 @@
 
     python tools/bench/bench_searches.py MODEL [--weights int8] [--new 64] [--questions 6] [--loop NAME] [--json FILE]
     python tools/bench/bench_searches.py MODEL --beams FOLDER    beam search beside transformers' with the same floats
+    python tools/bench/bench_searches.py MODEL --ways 3072       the cache of several ways behind one prompt
 
 MODEL: a chat model's folder or GGUF file. Each search answers each question alone, in turns with greedy decoding by a
 build of the same weights without one. Told are medians over questions: time over greedy, the most bytes of cache over
 greedy, mean log-probability of a token of the answer under the model, and the share of its runs of four tokens that it
-had before. Loops that need a scorer, or text of a kind of their own, are left out. --beams also tells what the cache
-of 1 to 8 ways behind one long prompt takes.
+had before. Loops that need a scorer, or text of a kind of their own, are left out.
+--ways tells what the cache of 1 to 8 ways behind one prompt of so many tokens takes: each with a copy of the prompt,
+and with `paged-prefix`, whose blocks they share.
 """
 
 from __future__ import annotations
@@ -43,7 +45,6 @@ REQUESTS: dict[str, dict[str, Any]] = {  # of loops that draw
 }
 BEAMS = 4
 WAYS = (1, 2, 4, 8)
-LONG = 384  # tokens of the prompt behind which ways go
 
 
 def loops() -> list[str]:
@@ -136,18 +137,23 @@ def beside_transformers(model: str, folder: str, recipe: Any, new: int, count: i
             row(beams, *cells, f"{equal} of {len(times['share'])}")
 
 
-def ways(model: str, recipe: Any) -> None:
-    """Print the cache's bytes of several ways behind one prompt."""
-    print()
-    head("ways", ">cache, MB", ">over one way")
-    first = 0
+def ways(model: str, recipe: Any, long: int) -> None:
+    """Print the cache's bytes of several ways behind one prompt of `long` tokens, each with a copy of it and with its
+    blocks shared.
+    """
+    head("ways", ">copies, MB", ">over one way", ">shared blocks, MB", ">over one way")
+    firsts: dict[str, int] = {}
     for count in WAYS:
-        loop = {"loop": {"use": "first-finish", "samples": count}}
-        with accel.optimize(model, {**loop, **recipe}, max_context=512, max_batch=1) as made:
-            prompt = (prompts_of(made)[0] * LONG)[:LONG]
-            out = made.generate(prompt, 32, eos=[], **SAMPLED)
-            first = first or out.stats["kv_bytes"]
-            row(count, f"{out.stats['kv_bytes'] / 1e6:.1f}", f"{out.stats['kv_bytes'] / first:.2f}")
+        cells: list[str] = []
+        for name, reuse in (("copies", {}), ("blocks", {"kv.reuse": {"use": "paged-prefix"}})):
+            given = {"loop": {"use": "first-finish", "samples": count}, **reuse, **recipe}
+            with accel.optimize(model, given, max_context=long + 256, max_batch=1) as made:
+                prompt = (prompts_of(made)[0] * long)[:long]
+                out = made.generate(prompt, 32, eos=[], **SAMPLED)
+                held = out.stats["kv_bytes"] + (made.pool["bytes"] if made.pool else 0)
+            first = firsts.setdefault(name, held)
+            cells += [f"{held / 1e6:.1f}", f"{held / first:.2f}"]
+        row(count, *cells)
 
 
 def prompts_of(model: Any) -> list[list[int]]:
@@ -167,13 +173,15 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     parser.add_argument("--beams", metavar="FOLDER", help="of the model's floats")
+    parser.add_argument("--ways", type=int, metavar="TOKENS", help="of the prompt")
     parser.add_argument("--loop", action="append", choices=loops(), help="default: all")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     weights = {"weights": {"use": given.weights}} if given.weights else {}
     if given.beams:
-        beside_transformers(given.model, given.beams, weights, given.new, given.questions)
-        return ways(given.model, weights)
+        return beside_transformers(given.model, given.beams, weights, given.new, given.questions)
+    if given.ways:
+        return ways(given.model, weights, given.ways)
     options = {"max_context": 512, "max_batch": 1}
     rows: dict[str, Any] = {}
     with accel.optimize(given.model, weights, **options) as plain:
