@@ -145,6 +145,81 @@ def test_heads_say_what_the_formulas_do(target, tmp_path, form):
         assert (found[n - 2][~real] < found[n - 2][real].min()).all()
 
 
+VLLM = ("vllm", "vllm, biases", "vllm, few words", "vllm, one head")
+
+
+def of_vllm(folder, module, form, prefix=""):
+    """A folder in vLLM's layout, and what is in it by the authors' names."""
+    few, one = form == "vllm, few words", form == "vllm, one head"
+    tensors = tensors_for(module, "own words" if few else "target's words" if one else "authors")
+    vocabulary, width = size_of(module)
+    config = {
+        "model_type": "medusa", "hidden_size": width, "vocab_size": vocabulary, "num_heads": HEADS,
+        "num_hidden_layers": 1, "truncated_vocab_size": DRAFTED if few else vocabulary,
+        "medusa_fc_bias": "biases" in form, "original_lm_head": one,
+    }  # fmt: skip
+    named = {}
+    if few:
+        ids = torch.arange(DRAFTED) + tensors["d2t"]
+        named["token_map"] = ids
+    for name, tensor in tensors.items():
+        head, *rest = name.split(".")
+        if name == "d2t":
+            continue
+        if rest[-1] == "bias" and "biases" not in form:
+            tensor.zero_()
+        elif "linear" in rest:
+            named[f"{prefix}blocks.{head}.layers.{rest[0]}.{rest[-1]}"] = tensor
+        elif few:  # of all tokens, as a head is trained
+            whole = torch.zeros(vocabulary, width)
+            whole[ids] = tensor
+            named[f"{prefix}lm_heads.{head}.weight"] = whole
+        else:
+            named[f"{prefix}lm_heads.{head}.weight"] = tensor
+    if one:
+        words = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(7))
+        for i in range(HEADS):
+            tensors[f"{i}.1.weight"] = named[f"lm_heads.{i}.weight"] = words
+    named[f"{prefix}blocks.{HEADS}.layers.0.weight"] = torch.zeros(3, 3)  # a head more is left out
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save(named, folder / "pytorch_model.bin")
+    return folder, tensors
+
+
+@pytest.mark.parametrize("form", VLLM)
+def test_heads_in_the_layout_of_vllm_say_what_the_formulas_do(target, tmp_path, form):
+    """The control: what the heads of another seed say."""
+    module, _ = target
+    path, tensors = of_vllm(tmp_path, module, form, "medusa_heads." if form == "vllm" else "")
+    head = head_at(path, target=target_of(module.lm_head.weight, LAYERS)).load().model
+    text = torch.tensor([texts_of(9)[0]])
+    with torch.no_grad():
+        found = head.words(head.said(module.get_decoder()(text).last_hidden_state))[0]
+    want = said(module, tensors, text[0, :8].tolist())
+    real = want.isfinite()
+    torch.testing.assert_close(found[6][real], want[real], atol=1e-5, rtol=1e-5)
+    assert (found[6][~real] < found[6][real].min()).all()
+    other = said(module, tensors_for(module, seed=1), text[0, :8].tolist())
+    assert not torch.allclose(found[6][real], other[real], atol=1e-2)
+
+
+def test_wrong_heads_in_the_layout_of_vllm_are_refused(target, tmp_path):
+    module, _ = target
+    path, _ = of_vllm(tmp_path, module, "vllm")
+    named = torch.load(path / "pytorch_model.bin")
+    for change, words in (
+        ({"lm_heads.2.weight": None}, "lacks 2.1.weight"),
+        ({"norm.weight": torch.zeros(3)}, "has norm.weight .1 tensors more"),
+        ({"lm_head.weight": torch.zeros(5, 3)}, r"lm_head.weight has size \[5, 3\]"),
+        ({"token_map": torch.tensor([2, 2])}, "d2t names a token of the target twice"),
+    ):
+        changed = {n: t for n, t in {**named, **change}.items() if t is not None}
+        torch.save(changed, path / "pytorch_model.bin")
+        with pytest.raises(CaptureError, match=words):
+            head_at(path, target=target_of(module.lm_head.weight, LAYERS)).load()
+
+
 def test_a_draft_is_that_of_the_formulas(target, built):
     """Behind a prompt, and behind tokens that came after other drafts; a draft ends where the heads do."""
     (module, _), (model, tensors) = target, built
