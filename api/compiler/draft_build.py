@@ -9,10 +9,11 @@ from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from accel.compiler.assemble import Plan, assemble
 from accel.compiler.build_options import BuildOptions
-from accel.compiler.load.heads import Target
+from accel.compiler.load.heads import Config, Target, class_names
 from accel.compiler.load.heads._folder import HeadFolder, head_at
 from accel.compiler.load.source import Source, open_source
 from accel.ir.encoder import EncoderFacts
@@ -352,11 +353,29 @@ def _check_head(source: HeadFolder, target: Facts) -> None:
             f"draft: {source.path} reads the embedding of a {kind} without its scale, which accel gives with it; use "
             "another drafter"
         )
+    made_for, own = _verifiers(source.json), class_names(inner) or class_names(config)
+    if made_for and own and not {*map(_family, made_for)} & {*map(_family, own)}:
+        raise RecipeError(
+            f"draft: {source.path} was trained for {made_for[0]} (speculators_config.verifier of its config.json), and "
+            f"the model is {own[0]}; give a head that was trained for this model"
+        )
     if width != wide:
         raise RecipeError(
             f"draft: {source.path} reads states of {wide} numbers, and the model's are of {width}; give a head that "
             f"was trained for this model, or train one: accel-compile train {source.format.method} MODEL"
         )
+
+
+def _verifiers(head: Config) -> list[str]:
+    """The architectures that a head of speculators' format names as its target's."""
+    told: Any = head.get("speculators_config")
+    verifier = told.get("verifier") if isinstance(told, dict) else None
+    return class_names(verifier) if isinstance(verifier, dict) else []
+
+
+def _family(architecture: str) -> str:
+    """The name of an architecture without what its model is for."""
+    return architecture.partition("For")[0].lower()
 
 
 def _another(path: Path) -> str:

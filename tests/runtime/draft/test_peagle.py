@@ -1,12 +1,14 @@
 """draft = peagle: drafts are those of one pass over masks, whatever stood before; tokens are plain decoding's."""
 
 import json
+from types import SimpleNamespace
 
 import models
 import pytest
 import torch
 
 import accel
+from accel.compiler import draft_build
 from accel.compiler.load.heads._folder import head_at
 from accel.compiler.with_draft import with_draft
 from accel.ir.errors import CaptureError, RecipeError
@@ -107,3 +109,25 @@ def test_what_is_no_such_head(module, tmp_path):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError, match="use draft = eagle3 for it, or give another head"):
         build(module, path)
+
+
+@pytest.mark.parametrize(
+    ("trained_for", "model", "fits"),
+    [
+        (["Qwen3ForCausalLM"], ["LlamaForCausalLM"], False),
+        (["LlamaForCausalLM"], ["LlamaForCausalLM"], True),
+        (["LlamaForConditionalGeneration"], ["LlamaForCausalLM"], True),
+        (["Qwen3ForCausalLM"], None, True),  # a model that does not say what it is
+        (None, ["LlamaForCausalLM"], True),
+    ],
+)
+def test_a_head_of_another_architecture_is_refused(module, tmp_path, trained_for, model, fits):
+    told = {"proposal_methods": [], "verifier": {"architectures": trained_for}}
+    path, _ = head_of(module, tmp_path / "head", speculators_config=told)
+    target = SimpleNamespace(config={**module.config.to_dict(), "architectures": model})
+    if fits:
+        return draft_build._check_head(head_at(path), target)
+    with pytest.raises(
+        RecipeError, match="was trained for Qwen3ForCausalLM .* and the model is LlamaForCausalLM"
+    ):
+        draft_build._check_head(head_at(path), target)
