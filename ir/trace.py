@@ -16,6 +16,7 @@ from accel.ir.errors import PassError
 from accel.ir.functional import without_writes
 from accel.ir.program import Editor
 from accel.ir.specialization import no_specialization
+from accel.ir.versions import remembered_sizes
 
 
 def trace(
@@ -49,6 +50,7 @@ def trace(
             sizes.pending_fresh_unbacked_symbols.clear()  # of what failed before, in a program that is shared
         with (
             no_specialization(editor, name),
+            remembered_sizes(),
             editor.fake,
             enable_python_dispatcher(),
             torch.no_grad(),

@@ -25,6 +25,7 @@ from accel.compiler.explain import subject
 from accel.compiler.over_state import shared as common
 from accel.ir.capture import capture as capturing
 from accel.ir.capture import export as exporting
+from accel.ir.capture.prepare import unobserved
 from accel.ir.program import Program
 from accel.passes import Pass, Step
 
@@ -50,7 +51,10 @@ _passed: OrderedDict[Hashable, tuple[Program, list[Step]]] = OrderedDict()
 
 def shared(model: Any, traits: Any, stored: Any = None) -> Program:
     """`capture_inspected`, or a copy of what it gave for a module like this."""
-    key = None if stored or not isinstance(model, nn.Module) else key_of(model, traits)
+    key = None
+    if not stored and isinstance(model, nn.Module):
+        with unobserved(model):
+            key = key_of(model, traits)
     if key is None:
         return traces.shared(_real(model, traits, stored))
     if key not in _made:

@@ -11,7 +11,9 @@ from accel.compiler.smoke.tiny_models import randomise, small_model
 from accel.ir.capture import capture as capturing
 from accel.ir.capture import export as exporting
 from accel.ir.capture.capture import capture
-from accel.ir.capture.repeats import repeats
+from accel.ir.capture.inspect import inspect
+from accel.ir.capture.prepare import prepared
+from accel.ir.capture.repeats import _counting, _kind, _layers, repeats
 from accel.ir.program import Editor
 
 REST = ["qwen3", "gemma2", "gpt2", "gpt_neox", "opt", "phi3"]
@@ -144,6 +146,27 @@ def test_state_that_counts_calls_is_traced_whole(both):
 
     (copied, whole), copies = both(sharing(Counted, calls=0))
     assert copied == whole and copies == 2  # before the check told
+
+
+def test_layers_that_were_asked_for_their_states_are_of_one_kind():
+    """Each has a hook of transformers since: the control. The states that it gives stay the same."""
+    model = models.make("llama", 2)
+    layers = _layers(model)
+
+    def asked():
+        return model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
+
+    def kinds():
+        return len({_kind(layer, _counting(layers)) for layer in layers})
+
+    before = asked()
+    assert len(layers) == 2 and kinds() == 2
+    with prepared(model, inspect(model, 64)):
+        assert kinds() == 1
+        within = asked()
+    for states in (within, asked()):
+        assert len(states) == len(before) == 3
+        assert all(torch.equal(a, b) for a, b in zip(states, before, strict=True))
 
 
 def test_the_modules_are_put_back():

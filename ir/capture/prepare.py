@@ -21,6 +21,9 @@ from accel.ir.capture.length_limits import short_forms
 from accel.ir.capture.traits import Kind, ModelTraits, Swaps
 from accel.ir.weights import Stored, reading, stand_in
 
+_OBSERVERS = "transformers.utils.output_capturing"
+_OBSERVED = "_output_capturing_hooks_installed"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -53,6 +56,7 @@ def prepared(
     kind = EncoderDecoder if traits.kind in (Kind.ENCODER_DECODER, Kind.MODULE_PAIR) else kind
     with (
         inference_mode(model, traits),
+        unobserved(model),
         flex_uncompiled(),
         _uncached(),
         short_chunks(model, traits.swaps.chunked),
@@ -80,6 +84,31 @@ def inference_mode(model: Any, traits: ModelTraits) -> Iterator[None]:
             model.set_attn_implementation(attention)
         if traits.swaps.experts and experts is not None:
             model.set_experts_implementation(experts)
+
+
+@contextlib.contextmanager
+def unobserved(model: nn.Module) -> Iterator[None]:
+    """The module as it was before transformers was asked for its layers' states. Each layer has kept a hook of its own
+    since, so no two would be of one kind (`repeats`); where the forward asks for states, it has hooks again.
+    """
+    before = [
+        (hooks, dict(hooks))
+        for hooks in (module._forward_hooks for module in model.modules())
+        if any(getattr(hook, "__module__", "") == _OBSERVERS for hook in hooks.values())
+    ]
+    marked = [m for m in model.modules() if m.__dict__.pop(_OBSERVED, False)] if before else []
+    for hooks, kept in before:
+        for number, hook in kept.items():
+            if getattr(hook, "__module__", "") == _OBSERVERS:
+                del hooks[number]
+    try:
+        yield
+    finally:
+        for hooks, kept in before:
+            hooks.clear()
+            hooks.update(kept)
+        for module in marked:
+            module.__dict__[_OBSERVED] = True
 
 
 def _choose_forms(model: Any, swaps: Swaps) -> None:
