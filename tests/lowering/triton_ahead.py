@@ -59,6 +59,8 @@ for asked in sys.argv[2:]:
     variants = importlib.import_module(f"accel.lowering.triton.kernels.{name}").VARIANTS
     for i in map(int, numbers.split(",")) if numbers else range(len(variants)):
         variant = variants[i]
+        if variant.since > CAPABILITY:
+            continue
         options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
         made = triton.compile(source(variant), GPUTarget("cuda", CAPABILITY, 32), options)
         text = made.asm["ptx"]

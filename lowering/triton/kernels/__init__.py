@@ -18,3 +18,4 @@ class Variant:
     constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 1
+    since: int = 80  # capability of the GPUs that it is launched on, at least

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.ops import quantized
-from accel.lowering.triton.kernels.low_bit import multiply, steps_of
+from accel.lowering.triton.kernels.multiply import multiply
+from accel.lowering.triton.kernels.steps_of import steps_of
 from accel.lowering.triton.writer import chip
 from accel.lowering.triton.writer.builder import Builder
 from accel.lowering.triton.writer.sizes import power, rows

@@ -26,6 +26,15 @@ def shared(device: torch.device) -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", 0))
 
 
+def rows(device: torch.device) -> int:
+    """Rows of a tile whose float32 products are three of TF32, at most: before 9.0 more do not fit into registers, as
+    Triton 3.7 compiles them.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9:
+        return 64
+    return 32
+
+
 def precision(device: torch.device) -> str:
     """Of float32 products: three on tensor cores, which are as good as one of float32, where there are such."""
     return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
