@@ -26,7 +26,7 @@ def sees(q_at, k_at, size, MASK: tl.constexpr, AHEAD: tl.constexpr = False):
 
 @triton.jit
 def scores(
-    score, q_at, k_at, slot, h, t, real, bias, tree, b, own, T, cap, size, width, distances,
+    score, q_at, k_at, slot, h, t, real, bias, tree, b, start, T, cap, size, width, distances,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """What the softmax is taken of [M,N], times log2(e), of scaled products `score`; -inf where a row sees nothing."""
@@ -41,7 +41,7 @@ def scores(
         score += tl.load(bias + at, mask=real[:, None], other=0.0)
     seen = sees(q_at, k_at, size, MASK)
     if TREE:
-        apart = (slot - own)[None, :]
+        apart = (slot - start)[None, :]
         inside = (apart >= 0) & (apart < T)
         allowed = tl.load(
             tree + (b * T + t[:, None]) * T + apart, mask=inside & real[:, None], other=1

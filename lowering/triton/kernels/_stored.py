@@ -12,7 +12,7 @@ def _steps(codes, at, place, real, BYTES: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def stored(
-    base, more, least, finer, coarse, at, slot, d, there, row, g, slots,
+    base, more, least, finer, coarse, at, slot, d, exists, row, g, slots,
     D: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     FINER: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +23,7 @@ def stored(
     "rows", "channels": blocks of ROWS slots in codes of BITS bits, `more` and `least` the scale and minimum of a group:
     GROUP rows of a channel, or channels of a row; FINER: `finer` holds further codes, read unless `coarse` [] holds.
     """
-    real = there[:, None] & (d < D)[None, :]
+    real = exists[:, None] & (d < D)[None, :]
     if KIND == "rows" or KIND == "channels":
         BYTES: tl.constexpr = (D * BITS + 7) // 8
         block, r = slot // ROWS, slot % ROWS

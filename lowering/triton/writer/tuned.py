@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-from accel.lowering import triton as target
+from torch import Tensor
 
 LIMIT = 60.0  # seconds of measurements of one model; 0: nothing is measured
 _LOCK = threading.Lock()  # an autotuner holds the operands of the launch that it measures
@@ -45,12 +44,13 @@ def begin() -> None:
 
 
 class Tuned:
-    """A kernel that only writes its results, with the names of those operands that say which choice is best."""
+    """A kernel that only writes its results; `key`: the operands that say which choice is best, beside the dtypes."""
 
     def __init__(self, kernel: Any, key: Sequence[str]):
-        self._kernel, self._key = kernel, key
+        self._kernel, self._key = kernel, list(key)
         self._tuner: Any = None
         self._candidates: Sequence[Choice] = ()
+        self._known: dict[tuple[Any, ...], Choice] = {}
 
     def __call__(
         self,
@@ -59,43 +59,51 @@ class Tuned:
         *args: Any,
         **constants: Any,
     ) -> Choice:
-        """Launch the best candidate, and say which that was; the first where nothing is measured. `grid`: of the
-        constants.
-        """
-        if len(candidates) == 1 or not LIMIT or _unmeasured():
-            chosen = candidates[0]
-            self._kernel[grid({**constants, **chosen.constants})](
-                *args, **constants, **chosen.options
-            )
-            return chosen
-        global _spent
+        """Launch the best candidate, and say which that was. `grid`: of the constants."""
+        named = {**dict(zip(self._kernel.arg_names, args, strict=False)), **constants}
+        dtypes = (str(a.dtype) for a in args if isinstance(a, Tensor))
+        key = (*(named[name] for name in self._key), *dtypes)
         with _LOCK:
-            self._candidates = candidates if _spent < LIMIT else candidates[:1]
-            tuner, start = self._made(), time.monotonic()
-            known = len(tuner.cache)
-            tuner[grid](*args, **constants)
-            if len(tuner.cache) > known:
-                torch.cuda.synchronize()
-                _spent += time.monotonic() - start
-            best = tuner.best_config
-            return Choice(best.kwargs, best.num_warps, best.num_stages)
+            chosen = self._known.get(key, candidates[0])
+            if key not in self._known and len(candidates) > 1 and _may_measure():
+                chosen = self._known[key] = self._measured(grid, candidates, args, constants)
+        options = chosen.options
+        self._kernel[grid({**constants, **options})](*args, **constants, **options)
+        return chosen
 
-    def _made(self) -> Any:
-        """The autotuner; which candidates it measures, the launch says."""
+    def _measured(
+        self,
+        grid: Callable[[Mapping[str, Any]], tuple[int, ...]],
+        candidates: Sequence[Choice],
+        args: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> Choice:
+        """The best, by the autotuner; what it takes counts."""
+        global _spent
+        start, self._candidates = time.monotonic(), candidates
         if self._tuner is None:
-            from triton import Config, autotune
+            self._tuner = self._autotuner()
+        self._tuner[grid](*args, **constants)
+        best = self._tuner.best_config
+        _spent += time.monotonic() - start
+        return Choice(best.kwargs, best.num_warps, best.num_stages)
 
-            def candidates(*_: Any, **__: Any) -> list[Any]:
-                return [
-                    Config(dict(c.constants), c.num_warps, c.num_stages) for c in self._candidates
-                ]
+    def _autotuner(self) -> Any:
+        """Which candidates it measures, each launch says."""
+        from triton import Config, autotune
 
-            given = {"early_config_prune": candidates}
-            several = [Config({}), Config({}, 1)]  # with one alone it measures nothing
-            how = autotune(several, list(self._key), given, cache_results=True)
-            self._tuner = how(self._kernel)
-        return self._tuner
+        def candidates(*_: Any, **__: Any) -> list[Any]:
+            return [Config(dict(c.constants), c.num_warps, c.num_stages) for c in self._candidates]
+
+        several = [Config({}), Config({}, 1)]  # with one alone it measures nothing
+        given = {"early_config_prune": candidates}
+        tuned = autotune(several, self._key, prune_configs_by=given, cache_results=True)
+        return tuned(self._kernel)
 
 
-def _unmeasured() -> bool:
-    return target.interpreted() or torch.cuda.is_current_stream_capturing()
+def _may_measure() -> bool:
+    from triton import knobs
+
+    if knobs.runtime.interpret or _spent >= LIMIT:
+        return False
+    return torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
