@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import accel
-from accel.ir.ops import attention, codec, groups
+from accel.ir.axis import find_axes
+from accel.ir.ops import attention, codec, groups, mass
 from accel.lowering.triton import lowered
 
 from ..op_case import randn
@@ -212,8 +213,6 @@ def test_a_page_that_is_named_twice_is_read_once():
 @pytest.mark.parametrize("batch,tokens", [(1, 1), (3, 5), (1, 40), (8, 2)])
 @pytest.mark.parametrize("form", ["plain", "kept", "codes", "sink", "softcap", "window"])
 def test_sums_of_probabilities_by_slot(form, batch, tokens):
-    from accel.ir.ops import mass
-
     rng = np.random.default_rng(tokens)
     operands = call(batch, tokens, 70, 16, 10)
     if tokens > 1:
@@ -245,3 +244,26 @@ def test_sums_of_probabilities_by_slot(form, batch, tokens):
     close(got.cpu(), want)
     assert math.isclose(float(want.sum()), float(got.sum()), rel_tol=1e-4)
     assert sees(operands).any()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["quest", "tokenselect", "clusterkv"])
+def test_a_model_reads_what_it_chooses(name):
+    axis = find_axes()["kv.select"]
+    table = {"kv.select": {"use": name, **axis.small(name)}}
+    tokens = np.random.default_rng(0).integers(3, 90, (2, 50))
+    found = []
+    with (
+        accel.optimize(
+            module("llama"), table, target="eager", max_context=64, max_batch=2, verify=False
+        ) as eager,
+        beside(eager) as model,
+    ):
+        graph = model.program.compiled["step"].module.graph
+        assert not graph.find_nodes(op="call_function", target=attention.attention.default)
+        for each in (eager, model):
+            with each.session(2) as session:
+                session.prompt(tokens[:, :44], [44, 41])
+                found.append([session.run(tokens[:, i : i + 1]) for i in (44, 45)])
+    for want, got in zip(*found, strict=True):
+        alike(got, want)

@@ -99,10 +99,10 @@ def read_as_asked(
 @lower(Conditional)
 def choice_rule(b: Builder, region: Conditional, args: tuple[fx.Node, ...]) -> Any:
     """Of the same codes with finer ones or without, the kernel chooses."""
-    sides = [_only(graph) for graph in graphs_of(region)]
-    if None in sides:
+    coarsely, wholly = (_only(graph) for graph in graphs_of(region))
+    if coarsely is None or wholly is None:
         return NotImplemented
-    (plain, names), (fine, _) = sides
+    (plain, names), (fine, _) = coarsely, wholly
     same = len(plain.args) + 1 == len(fine.args) and not plain.kwargs and not fine.kwargs
     if not same or _said(plain) != _said(fine)[: len(plain.args)]:
         return NotImplemented
