@@ -68,8 +68,10 @@ def lower_program(program: Program, device_params: dict[str, Tensor] | None = No
     """
     triton.need()
     _load_rules()
+    from accel.lowering.triton.writer import tuned
     from accel.lowering.triton.writer.builder import Builder
 
+    tuned.begin()
     device = triton.device()
     same = {f.name: getattr(program, f.name) for f in fields(Program)}
     lowered = Lowered(**same, device=device)

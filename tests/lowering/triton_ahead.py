@@ -1,97 +1,72 @@
-"""Run as a script, without the interpreter: compiles every kernel for a GPU that need not be there (its
-capability is the argument) at sizes that the host code gives it, and prints a line of JSON for each.
+"""Run as a script, without the interpreter: compiles what kernels' files say in VARIANTS for a GPU that need not be
+there, and prints a line of JSON for each. Arguments: the GPU's capability, and files' names, each with the numbers of
+variants behind a colon, or without one for all.
 """
 
+import importlib
 import json
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from triton import compile as compiled
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import JITFunction
 
-TYPES = {
-    torch.float32: "*fp32",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-}
 CAPABILITY = int(sys.argv[1])
+DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compile_instead(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    """Stands in for a launch."""
-    options = {k: kwargs.pop(k) for k in ("num_warps", "num_stages") if k in kwargs}
-    given = dict(zip(self.arg_names, args, strict=False)) | kwargs
-    types: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    hints: dict[tuple[int, ...], Any] = {}
-    for i, param in enumerate(self.params):
-        value = given[param.name]
-        if param.is_constexpr or (isinstance(value, int) and value == 1):
-            types[param.name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, Tensor):
-            types[param.name], hints[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            types[param.name] = "i32"
-            if value % 16 == 0:
-                hints[(i,)] = [["tt.divisibility", 16]]
-        else:
-            types[param.name] = "fp32"
-    source = ASTSource(self, types, constants, hints)
-    made = compiled(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
-    text = made.asm["ptx"]
-    line = {
-        "kernel": self.__name__, "shared": made.metadata.shared, "products": text.count("mma"),
-        "exact": text.count("div.rn.f32"),
-    }  # fmt: skip
-    print(json.dumps(line))
+def source(variant: Any) -> ASTSource:
+    """Pointers are aligned, as PyTorch's are; no number is known to be a multiple of 16."""
+    by_name = {name: t for t, names in variant.types.items() for name in names.split()}
+    params = variant.kernel.params
+    missing = {p.name for p in params} ^ (by_name.keys() | variant.constants.keys())
+    assert not missing, (
+        f"{variant.kernel.__name__}: operands that one of the two does not know: {missing}"
+    )
+    types = {p.name: by_name.get(p.name, "constexpr") for p in params}
+    constants = {
+        (i,): variant.constants[p.name] for i, p in enumerate(params) if p.name not in by_name
+    }
+    hints = {
+        (i,): [["tt.divisibility", 16]]
+        for i, p in enumerate(params)
+        if types[p.name].startswith("*")
+    }
+    return ASTSource(variant.kernel, types, constants, hints)
 
 
-JITFunction.run = compile_instead
-
-from accel.lowering.triton import lowered  # noqa: E402
-from accel.lowering.triton.rules import accel_attention, accel_cache  # noqa: E402
-
-lowered._load_rules()
-accel_attention._precision = lambda device: "tf32x3"
-accel_attention._processors = lambda device: 132
-
-
-def attend(tokens: int, width: int, mask: str, **more: Any) -> None:
-    q, k = torch.zeros(1, 8, tokens, width), more.get("codes", torch.zeros(1, 2, 1024, width))
-    q_pos, k_pos = torch.arange(tokens)[None], torch.arange(1024)[None]
-    lists = accel_attention.survey(q_pos, k_pos, mask, 128, 4, width)
-    parts = [(k, k, k_pos, more.get("scales"), lists)]
-    if paged := more.get("paged"):
-        parts.insert(0, paged)
-    options = [more.get(name) for name in ("sink", "tree", "first")]
-    cap = more.get("cap", 0.0)
-    accel_attention.attended(q, q_pos, parts, more.get("bias"), 0.1, cap, mask, 128, *options)
+def resources(binary: bytes) -> dict[str, int]:
+    """Registers, bytes of stack and of local memory (what was spilled) of a program's thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        said = subprocess.run(
+            [str(DUMP), "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    words = (w.split(":") for w in said.replace("\n", " ").split() if w.count(":") == 1)
+    return {k.lower(): int(v) for k, v in words if k in ("REG", "STACK", "LOCAL") and v.isdigit()}
 
 
-attend(1, 128, "causal")
-attend(64, 64, "window")
-codes, scale = torch.zeros(1, 2, 1024, 64, dtype=torch.int8), torch.zeros(1, 2, 1024)
-tree, first = torch.ones(1, 5, 5, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
-attend(
-    5, 64, "chunk", codes=codes, scales=(scale, scale), cap=3.0, sink=torch.zeros(8), tree=tree,
-    first=first, bias=torch.zeros(8, 100),
-)  # fmt: skip
-pool, pages = codes.view(64, 2, 16, 64), torch.zeros(1, 64, dtype=torch.int64)
-positions, scales = torch.zeros(1, 2, 1024, dtype=torch.int64), (scale.view(64, 2, 16),) * 2
-attend(1, 64, "causal", paged=(pool, pool, positions, scales, None, None, pages))
-attend(2, 32, "full", bias=torch.zeros(8, 100, 100))
-x, table = torch.zeros(1, 2, 3, 128), torch.zeros(8, 64)
-turn = (torch.zeros(1, 3, dtype=torch.int64), table, table, False)
-slots = torch.zeros(1, dtype=torch.int64)
-accel_cache.turned(x, *turn[:3], True)
-buffers = (torch.zeros(1, 2, 16, 128), torch.zeros(1, 2, 16, 128))
-accel_cache.place_both(*buffers, x, x, slots, turn)
-rounded = (torch.zeros(1, 2, 16, 128, dtype=torch.int8), torch.zeros(1, 2, 16))
-accel_cache.place_rounded(*rounded, x, slots, turn)
-sys.stdout.flush()
+for asked in sys.argv[2:]:
+    name, _, numbers = asked.partition(":")
+    variants = importlib.import_module(f"accel.lowering.triton.kernels.{name}").VARIANTS
+    for i in map(int, numbers.split(",")) if numbers else range(len(variants)):
+        variant = variants[i]
+        if variant.since > CAPABILITY:
+            continue
+        options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+        made = triton.compile(source(variant), GPUTarget("cuda", CAPABILITY, 32), options)
+        text = made.asm["ptx"]
+        line = {
+            "file": name, "variant": i, "kernel": variant.kernel.__name__, "shared": made.metadata.shared,
+            "products": text.count("mma"), "exact": text.count("div.rn.f32"),
+            **resources(made.asm["cubin"]),
+        }  # fmt: skip
+        print(json.dumps(line), flush=True)

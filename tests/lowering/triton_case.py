@@ -1,5 +1,7 @@
 """Programs and operands on the device that Triton kernels run on: a GPU, or the CPU where they are interpreted."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,3 +42,48 @@ def sees(operands: list[Any]) -> Tensor:
 
 def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+class Walls:
+    """Tensors of which nothing around them may be read or written: they lie amid what is no number, and codes amid the
+    largest."""
+
+    THICK = 64  # numbers
+
+    def __init__(self):
+        self._held = []
+
+    def around(self, values: Any) -> Any:
+        """The same on the device, amid walls; contiguous."""
+        return torch.utils._pytree.tree_map_only(Tensor, self._built, values)
+
+    def _built(self, tensor: Tensor) -> Tensor:
+        worst = torch.nan if tensor.is_floating_point() else _most(tensor.dtype)
+        room = torch.full(
+            (tensor.numel() + 2 * self.THICK,), worst, dtype=tensor.dtype, device=device()
+        )
+        inside = room[self.THICK : self.THICK + tensor.numel()].view(tensor.shape)
+        inside.copy_(tensor)
+        self._held.append((room, room.clone(), tensor.numel()))
+        return inside
+
+    def check(self) -> None:
+        """Raises AssertionError where a wall was written to."""
+        for room, before, count in self._held:
+            for side in (slice(0, self.THICK), slice(self.THICK + count, None)):
+                torch.testing.assert_close(room[side], before[side], rtol=0, atol=0, equal_nan=True)
+
+
+def _most(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What a tensor holds before it is written is no number."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,29 +1,29 @@
-"""Attention: the tiles and splits of `attention_kernels.attend`, and the slots that a tile need look at."""
+"""Attention: the tiles and splits of `kernels/attend.py`, and the slots that a tile need look at."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops import attention, codec, flat, kv
+from accel.ir.ops import attention, flat, kv, mass
 from accel.ir.ops.attention import Mask, Operands, own_visible
-from accel.lowering.triton.kernels.attention import attend, merge
+from accel.lowering.triton.kernels.attend import attend
+from accel.lowering.triton.kernels.draw import draw
+from accel.lowering.triton.kernels.merge import merge
+from accel.lowering.triton.rules.accel_codec import Code, stored
+from accel.lowering.triton.writer import chip
 from accel.lowering.triton.writer.builder import Builder
 from accel.lowering.triton.writer.sizes import power, rows
 from accel.lowering.triton.writer.table import lower
 
-_ROWS = 64  # of a tile, at most
 _LEAST = 16  # rows and channels that tl.dot takes at least
 _WIDEST, _USUAL = 1024, 256  # channels of a head, at most: a tile has to fit on the chip
-_LARGE = 160 << 10  # bytes of a chip that takes the widest
 _ON_CHIP = 1 << 14  # bytes of float32 keys of one block, about
-_WAVES = 2  # programs for each multiprocessor
-_NO_DEVICE = 1  # multiprocessors that the interpreter is said to have
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Tiling:
     block: int
 
     @classmethod
-    def of(cls, repeat: int, tokens: int, width: int) -> Tiling:
+    def of(cls, device: torch.device, repeat: int, tokens: int, width: int) -> Tiling:
         """For `repeat` query heads per KV head, so many tokens, and heads of so many channels."""
         wide = max(_LEAST, power(width))
-        most = _ROWS if wide <= 256 else _LEAST
+        most = chip.rows(device) if wide <= 256 else _LEAST
         heads = min(repeat, most)
         block = min(64, max(_LEAST, _ON_CHIP // (4 * wide)))
         return cls(heads, -(-repeat // heads), min(tokens, most // heads), block)
@@ -65,7 +65,7 @@ def survey(
     first, and how many they are [B,tiles]. The same for all layers of a mask class. `tokens`: of a row, as far as
     tiles go by them. What of the call's own keys a tile sees, a tree says: all of theirs count.
     """
-    tiling = Tiling.of(repeat, q_pos.shape[1] if tokens is None else tokens, width)
+    tiling = Tiling.of(q_pos.device, repeat, q_pos.shape[1] if tokens is None else tokens, width)
     seen = Mask(mask, window).visible(q_pos.unsqueeze(2), k_pos.unsqueeze(1))  # [B,T,S]
     if tree is not None and first is not None and tree.shape[2] > 1:
         seen = seen | own_visible(tree, first, k_pos.shape[1])[0]
@@ -91,28 +91,51 @@ def survey_flat(
     padded[row, number] = q_pos[0]
     counts = row.new_zeros(k_pos.shape[0]).index_add_(0, row, torch.ones_like(row))
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return *survey(padded, k_pos, mask, window, repeat, width, _ROWS), starts
+    most = chip.rows(q_pos.device)
+    return *survey(padded, k_pos, mask, window, repeat, width, most), starts
 
 
 @dataclass(frozen=True)
 class Part:
-    """Slots that attention reads. scales: of int8 keys and values [B,G,S]; lists: what `survey` found. counts [B,G]:
-    heads have unequal numbers of slots, which lie one head's after another's: [B,1,S,…]. table [B,M]: slots lie in the
-    pages of a pool, k [Z,G,E,D], and scales [Z,G,E]; -1: none.
+    """Slots that attention reads. scales: of keys and values in codes [B,G,S]; lists: what `survey` found. counts:
+    [B,G], heads have unequal numbers of slots, one head's after another's: [B,1,S,…]. table [B,M]: slots lie in the
+    pages of a pool, k [Z,G,E,D], and scales [Z,G,E]; -1: none. codes: how keys and values are stored. chosen [B,G,T,K]:
+    each query reads stretches of `page` slots alone, none twice; -1: none.
     """
 
     k: Tensor
     v: Tensor
     pos: Tensor  # [B,S], or [B,G,S], or [B,1,S]
-    scales: tuple[Tensor, Tensor] | None = None
+    scales: tuple[Tensor | None, Tensor | None] | None = None
     lists: tuple[Tensor, Tensor] | None = None
     counts: Tensor | None = None
     table: Tensor | None = None
+    codes: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+    chosen: Tensor | None = None
+    page: int = 0
+
+    @property
+    def key_code(self) -> Code:
+        """How keys are stored."""
+        return Code(*self.codes[0])
+
+    @property
+    def value_code(self) -> Code:
+        """How values are stored."""
+        return Code(*self.codes[1])
+
+    @property
+    def wide(self) -> int:
+        """Channels of a value."""
+        return self.value_code.width or self.v.shape[3]
 
     @property
     def slots(self) -> int:
-        """Slots of a head; where these are unequal numbers, the mean."""
-        every: int = self.k.shape[2] * (1 if self.table is None else self.table.shape[1])
+        """Slots that a query of a head may read; where these are unequal numbers, the mean."""
+        if self.chosen is not None:
+            return self.chosen.shape[3] * self.page
+        every: int = self.k.shape[2] * self.key_code.rows
+        every *= 1 if self.table is None else self.table.shape[1]
         return every if self.counts is None else -(-every // self.counts.shape[1])
 
 
@@ -140,8 +163,8 @@ def attention_over(
     A row that sees nothing gets 0, and the lowest finite number.
     """
     batch, heads, tokens, width = q.shape
-    groups, wide = parts[-1].k.shape[1], parts[-1].v.shape[3]
     own = parts[-1]
+    groups, wide = own.k.shape[1], own.wide
     parts = [p for p in parts if p.slots]
     out = q.new_empty(batch, tokens, heads, wide)
     lse = q.new_empty((batch, tokens, heads if partial else 0), dtype=torch.float32)
@@ -151,13 +174,14 @@ def attention_over(
             lse.copy_(form.sink.expand_as(lse))
         return out.zero_().transpose(1, 2), lse.transpose(1, 2)
     lines = batch * tokens * heads
-    tiling = Tiling.of(heads // groups, tokens, width)
+    tiling = Tiling.of(q.device, heads // groups, 1 if own.chosen is not None else tokens, width)
     tiles = -(-tokens // tiling.tokens)
     if form.starts is not None and own.lists is not None:
-        batch, tiling = own.k.shape[0], Tiling.of(heads // groups, _ROWS, width)
+        batch, most = own.k.shape[0], chip.rows(q.device)
+        tiling = Tiling.of(q.device, heads // groups, most, width)
         tiles = own.lists[0].shape[1]
     programs = tiles * batch * groups * tiling.parts
-    splits = [_splits(q.device, programs, -(-p.slots // tiling.block)) for p in parts]
+    splits = [chip.splits(q.device, programs, -(-p.slots // tiling.block)) for p in parts]
     every = sum(splits)
     whole = every == 1
     split = q.new_empty(0 if whole else lines * every * wide, dtype=torch.float32)
@@ -211,45 +235,54 @@ def _launch(
     """One part's splits, from split `offset` on of `every`."""
     heads, tokens, width = q.shape[1:]
     lines = q.shape[0] * tokens * heads
-    q, k, v, pos = (rows(t) for t in (q, part.k, part.v, part.pos))
+    q, pos = rows(q), rows(part.pos)
+    key, value = part.key_code, part.value_code
+    k, k_strides = key.laid(part.k)
+    v, v_strides = value.laid(part.v)
     batch = k.shape[0] if part.table is None else part.table.shape[0]
-    groups, slots, wide = k.shape[1], k.shape[2], v.shape[3]
+    groups, slots, wide = k.shape[1], k.shape[2] * key.rows, part.wide
     pages = 0 if part.table is None else part.table.shape[1]
     ends = None if part.counts is None else part.counts.cumsum(1)
-    head_strides = k.stride(1), v.stride(1)
     if ends is not None:
-        groups, head_strides = ends.shape[1], (0, 0)
+        groups = ends.shape[1]
+        k_strides, v_strides = (k_strides[0], 0, k_strides[2]), (v_strides[0], 0, v_strides[2])
     per_head = pos.dim() == 3 and pos.shape[1] > 1
     lists = part.lists or (out, out)
-    k_scale, v_scale = part.scales or (out, out)
+    k_scale, v_scale = part.scales or (None, None)
     page = slots if pages else 0
     slots *= pages or 1
+    listed = part.slots if part.chosen is not None else slots
     tree = form.tree is not None and form.tree.shape[2] > 1 and last
     bias = "" if form.bias is None else "distance" if form.bias.dim() == 2 else "positions"
     middle = form.bias.shape[1] // 2 if form.bias is not None and form.mask == "full" else 0
     attend[(tiles, count, batch * groups * tiling.parts)](
-        q, k, v, k_scale.contiguous(), v_scale.contiguous(), q_pos.contiguous(), pos,
+        q, k, v, _or(k_scale, out), _or(v_scale, out), _or(key.more, out), _or(value.more, out),
+        _or(key.least, out), _or(value.least, out), _or(key.finer, out), _or(value.finer, out),
+        _byte(value.coarse if key.coarse is None else key.coarse, q), q_pos.contiguous(), pos,
         _or(form.bias, out), _or(form.sink, out),
         form.tree.contiguous().view(torch.uint8) if tree and form.tree is not None else out,
-        form.first if tree else out, _or(ends, out), _or(form.starts, out), _or(part.table, out), *lists,
+        form.first if tree else out, _or(ends, out), _or(form.starts, out), _or(part.table, out),
+        _or(part.chosen, out), *lists,
         out, lse, partial, sums,
         form.scale, form.softcap or 1.0, form.window, tokens, slots, heads, groups,
         lines, 0 if form.bias is None else form.bias.shape[-1], middle,
-        pages, -(-slots // tiling.block), offset, every,
-        *q.stride()[:3], k.stride(0), head_strides[0], k.stride(2), v.stride(0), head_strides[1], v.stride(2),
+        pages, 0 if part.chosen is None else part.chosen.shape[3], -(-listed // tiling.block), offset, every,
+        *q.stride()[:3], *k_strides, *v_strides,
         pos.stride(0), pos.stride(1) if per_head else 0, 0, tiles,
         MASK=form.mask, BIAS=bias, CAPPED=bool(form.softcap), SINK=form.sink is not None, TREE=tree,
         RAGGED=ends is not None, PAGE=page, FLAT=form.starts is not None, LSE=lse.numel() > 0,
-        SCALED=part.scales is not None, LISTED=part.lists is not None, WHOLE=every == 1, D=width, DV=wide,
+        CHOSEN=part.page if part.chosen is not None else 0, LISTED=part.lists is not None, WHOLE=every == 1,
+        D=width, DV=wide, K_SCALED=k_scale is not None, V_SCALED=v_scale is not None,
+        **key.constants("K"), **value.constants("V"),
         HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
         BLOCK_N=tiling.block, BLOCK_D=max(_LEAST, power(width)), BLOCK_V=max(_LEAST, power(wide)),
-        PRECISION=_precision(q.device), num_warps=4, num_stages=_stages(q.device, tiling, width),
+        PRECISION=chip.precision(q.device), num_warps=4, num_stages=_stages(q.device, tiling, width),
     )  # fmt: skip
 
 
 def _stages(device: torch.device, tiling: Tiling, width: int) -> int:
     """How many blocks are on their way at once."""
-    small = tiling.rows == _LEAST or width <= 64 or _chip(device) >= _LARGE
+    small = tiling.rows == _LEAST or width <= 64 or chip.shared(device) >= chip.LARGE
     return 2 if small and width <= _USUAL else 1
 
 
@@ -258,33 +291,16 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor.contiguous()
 
 
-def _splits(device: torch.device, programs: int, blocks: int) -> int:
-    """Into how many splits the slots are cut, so that small batches fill the device too."""
-    return max(1, min(blocks, _WAVES * _processors(device) // programs))
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _NO_DEVICE
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _byte(flag: Tensor | None, like: Tensor) -> Tensor:
+    """A bool [] as the kernel reads it; false where there is none."""
+    return (
+        like.new_zeros(1, dtype=torch.uint8) if flag is None else flag.reshape(1).view(torch.uint8)
+    )
 
 
 def _widest(device: str) -> int:
     """Channels of the widest head that the kernel takes."""
-    return _WIDEST if _chip(torch.device(device)) >= _LARGE else _USUAL
-
-
-def _chip(device: torch.device) -> int:
-    """Bytes that a program may have on the chip."""
-    if device.type != "cuda":
-        return _LARGE
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0))
-
-
-def _precision(device: torch.device) -> str:
-    """Of float32 products: three on tensor cores, which are as good as one of float32, where there are such."""
-    return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
+    return _WIDEST if chip.shared(torch.device(device)) >= chip.LARGE else _USUAL
 
 
 def attended(
@@ -301,14 +317,26 @@ def attended(
     first: Tensor | None,
     beside: Tensor | None = None,
     beside_lse: Tensor | None = None,
+    pages: Tensor | None = None,
+    page: int = 0,
 ) -> Tensor:
     """`attention`; each of `parts` is what a Part is made of."""
     form = Form(scale, softcap, mask, window, bias, sink, tree, first)
-    read = [Part(*part) for part in parts]
+    read = _read(parts, pages, page)
     out, lse = attention_over(q, q_pos, read, form, beside is not None)
     if beside is None or beside_lse is None:
         return out
     return attention.merged(out, lse, beside, beside_lse)[0].to(out.dtype)
+
+
+def _read(parts: Sequence[tuple[Any, ...]], pages: Tensor | None, page: int) -> list[Part]:
+    """The parts; of the last one only the pages that each query asks for, where it says any."""
+    read = [Part(*part) for part in parts]
+    if pages is not None and pages.shape[2]:
+        once = pages.sort(dim=3).values
+        twice = torch.nn.functional.pad(once[..., 1:] == once[..., :-1], (1, 0))
+        read[-1] = replace(read[-1], lists=None, chosen=once.masked_fill(twice, -1), page=page)
+    return read
 
 
 def flatly(
@@ -342,10 +370,12 @@ def partly(
     first: Tensor | None,
     beside: Tensor | None = None,
     beside_lse: Tensor | None = None,
+    pages: Tensor | None = None,
+    page: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`partial_attention`, in the same way."""
     form = Form(scale, softcap, mask, window, bias, sink, tree, first)
-    out, lse = attention_over(q, q_pos, [Part(*part) for part in parts], form, True)
+    out, lse = attention_over(q, q_pos, _read(parts, pages, page), form, True)
     if beside is not None and beside_lse is not None:
         found, lse = attention.merged(out, lse, beside, beside_lse)
         out = found.to(out.dtype)
@@ -370,12 +400,13 @@ def _attention_rule(
     """
     x = Operands[fx.Node](*operands, **more)
     width, wide = int(b.shape(x.q)[3]), int(b.shape(x.v)[3])
-    if max(width, wide) > _widest(b.device) or x.pages is not None:
+    if max(width, wide) > _widest(b.device):
         return NotImplemented
     repeat = int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
     seen = x.q_pos, x.k_pos, x.mask, x.window
     lists = b.once(survey, *seen, repeat, width, None, x.tree, x.first)
-    parts = [(*_stored(x.k, x.v, x.k_pos), lists)]
+    k, v, scales, codes = stored(x.k, x.v)
+    parts = [(k, v, x.k_pos, scales, lists, None, None, codes)]
     if x.kept_k is not None and x.kept_v is not None:
         parts.insert(0, _kept(x))
     return b.call(
@@ -393,6 +424,8 @@ def _attention_rule(
         x.first,
         x.beside,
         x.beside_lse,
+        x.pages,
+        x.page,
     )
 
 
@@ -406,7 +439,8 @@ def flat_rule(b: Builder, *operands: Any, **more: Any) -> Any:
     repeat = int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
     found = b.once(survey_flat, x.owner, x.q_pos, x.k_pos, x.mask, x.window, repeat, width)
     blocks, counts, starts = (b.once(operator.getitem, found, i) for i in range(3))
-    parts = [(*_stored(x.k, x.v, x.k_pos), (blocks, counts))]
+    k, v, scales, codes = stored(x.k, x.v)
+    parts = [(k, v, x.k_pos, scales, (blocks, counts), None, None, codes)]
     if x.kept_k is not None and x.kept_v is not None:
         parts.insert(0, _kept(x))
     return b.call(
@@ -416,19 +450,75 @@ def flat_rule(b: Builder, *operands: Any, **more: Any) -> Any:
 
 def _kept(x: Any) -> tuple[Any, ...]:
     """What a Part of kept slots is made of; those that a pool's pages hold are read where they lie."""
-    k, v, pos, scales = _stored(x.kept_k, x.kept_v, x.kept_pos)
-    nodes = [k, v, *(scales or ())]
+    k, v, scales, codes = stored(x.kept_k, x.kept_v)
+    nodes = [k, v, *(scale for scale in scales or () if scale is not None)]
     if any(node.target is not kv.gather_blocks.default for node in nodes):
-        return k, v, pos, scales, None, x.kept_counts
-    pools = [node.args[0] for node in nodes]
-    return *pools[:2], pos, tuple(pools[2:]) or None, None, None, k.args[1]
+        return k, v, x.kept_pos, scales, None, x.kept_counts, None, codes
+    pools: dict[Any, Any] = {node: node.args[0] for node in nodes} | {None: None}
+    held = None if scales is None else tuple(pools[scale] for scale in scales)
+    return pools[k], pools[v], x.kept_pos, held, None, None, k.args[1], codes
 
 
-def _stored(k: fx.Node, v: fx.Node, pos: fx.Node | None) -> tuple[Any, ...]:
-    """Keys, values, positions and scales: what is stored in 8 bits, or as halves, is read as it lies."""
-    decode, widen = codec.decode_rows.default, codec.decode_halves.default
-    if k.target is widen and v.target is widen:
-        return k.args[0], v.args[0], pos, None
-    if k.target is decode and v.target is decode:
-        return k.args[0], v.args[0], pos, (k.args[1], v.args[1])
-    return k, v, pos, None
+def drawn(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[tuple[Any, ...]],
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+    sink: Tensor | None,
+    tree: Tensor | None,
+    first: Tensor | None,
+    share: Tensor,
+) -> Tensor:
+    """`drawn_attention` without a matrix of probabilities: the log-sum-exp of each query, then each slot's sums."""
+    form = Form(scale, softcap, mask, window, bias, sink, tree, first)
+    read = [Part(*part) for part in parts]
+    blind = [replace(p, codes=(p.codes[0], ("none", _LEAST))) for p in read]
+    lse = attention_over(q, q_pos, blind, form, True)[1].transpose(1, 2)  # [B,T,H], together
+    batch, heads, tokens, width = q.shape
+    groups, q = read[-1].k.shape[1], rows(q)
+    tiling = Tiling.of(q.device, heads // groups, tokens, width)
+    out = q.new_empty(batch, groups, sum(p.slots for p in read), dtype=torch.float32)
+    share = (share * (q_pos >= 0)).to(torch.float32).contiguous()
+    offset = 0
+    for part in read:
+        key, pos, own = part.key_code, rows(part.pos), part is read[-1]
+        k, strides = key.laid(part.k)
+        kind = "" if bias is None else "distance" if bias.dim() == 2 else "positions"
+        grown = tree is not None and tree.shape[2] > 1 and own
+        if part.slots and q.numel():
+            k_scale = (part.scales or (None,))[0]
+            draw[(-(-part.slots // tiling.block), batch * groups)](
+                q, k, _or(k_scale, out), _or(key.more, out), _or(key.least, out), _or(key.finer, out),
+                _byte(key.coarse, q), q_pos.contiguous(), pos, _or(bias, out),
+                tree.contiguous().view(torch.uint8) if grown and tree is not None else out, first if grown else out,
+                lse, share, out, scale, softcap or 1.0, window, tokens, part.slots, heads, groups,
+                0 if bias is None else bias.shape[-1], bias.shape[1] // 2 if bias is not None and mask == "full" else 0,
+                offset, out.shape[2], *q.stride()[:3], *strides,
+                pos.stride(0), pos.stride(1) if pos.dim() == 3 and pos.shape[1] > 1 else 0,
+                MASK=mask, BIAS=kind, CAPPED=bool(softcap), TREE=grown, D=width, K_SCALED=k_scale is not None,
+                **key.constants("K"), HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts,
+                BLOCK_M=tiling.rows, BLOCK_N=tiling.block, BLOCK_D=max(_LEAST, power(width)),
+                PRECISION=chip.precision(q.device), num_warps=4, num_stages=1,
+            )  # fmt: skip
+        offset += part.slots
+    return out if q.numel() else out.zero_()
+
+
+@lower(mass.drawn_attention.default)
+def drawn_rule(b: Builder, *operands: Any, **more: Any) -> Any:
+    """Neither with noise, nor of kept slots of unequal numbers, of pages, or of what is beside."""
+    x = mass.Drawn[fx.Node](*operands, **more)
+    none = x.temperature, x.kept_counts, x.pages, x.beside, x.beside_lse
+    if int(b.shape(x.q)[3]) > _widest(b.device) or any(n is not None for n in none):
+        return NotImplemented
+    parts = []
+    for k, v, pos in ((x.kept_k, x.kept_v, x.kept_pos), (x.k, x.v, x.k_pos)):
+        if k is not None and v is not None:
+            read = stored(k, v)
+            parts.append((*read[:2], pos, read[2], None, None, None, read[3]))
+    form = x.bias, x.scale, x.softcap, x.mask, x.window, x.sink, x.tree, x.first
+    return b.call(drawn, x.q, x.q_pos, parts, *form, x.share)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.ops import codec, flat, kv, rope
-from accel.lowering.triton.kernels.cache import place, place_coded, rotate
+from accel.lowering.triton.kernels.place import place
+from accel.lowering.triton.kernels.place_coded import place_coded
+from accel.lowering.triton.kernels.rotate import rotate
 from accel.lowering.triton.writer.builder import Builder
 from accel.lowering.triton.writer.sizes import power, rows
 from accel.lowering.triton.writer.table import lower

@@ -86,7 +86,9 @@ class Builder:
         args: Any = map_arg(node.args, env.__getitem__)
         kwargs: Any = map_arg(node.kwargs, env.__getitem__)
         if isinstance(node.target, Conditional):
-            return self._choice(node.target, args)
+            rule = lower.rules.get(Conditional)
+            made = NotImplemented if rule is None else rule(self, node.target, args)
+            return self._choice(node.target, args) if made is NotImplemented else made
         if isinstance(node.target, Region):
             names = [str(p.target) for p in node.target.graph.find_nodes(op="placeholder")]
             return tuple(self._inline(node.target.graph, dict(zip(names, args, strict=True))))
