@@ -20,7 +20,7 @@ from accel.lowering.triton.rules import accel_attention
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.state.trees import Trees
-from accel.runtime.backends.triton import TritonBackend
+from accel.runtime.backends.triton.backend import TritonBackend
 from accel.runtime.model.compiled import CompiledModel
 
 from .. import diffusion_case, test_canvas
