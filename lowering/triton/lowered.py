@@ -27,8 +27,8 @@ _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
 
 @dataclass(frozen=True)
 class Compiled:
-    """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers. `told`: inputs that
-    the host's branches go by, whose values it takes, too. `waits`: there is a branch whose flag the device computes.
+    """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers. `told`: inputs
+    that the host's branches go by, whose values it takes, too. `waits`: there is a branch whose flag the device computes.
     """
 
     module: fx.GraphModule
@@ -39,7 +39,9 @@ class Compiled:
     told: tuple[str, ...] = ()
     waits: bool = False
 
-    def __call__(self, args: Sequence[Any], said: Sequence[Any] | None = None) -> tuple[Tensor, ...]:
+    def __call__(
+        self, args: Sequence[Any], said: Sequence[Any] | None = None
+    ) -> tuple[Tensor, ...]:
         """What the entry gives for its inputs, in order. said: the values of `told` (None: they are read off the
         inputs).
         """

@@ -11,7 +11,9 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from accel.runtime.inputs.ints import Ints
 
 Floats = npt.NDArray[np.float32]
-LEAST_LARGEST = 64  # logits of a row that are fetched at once where more than the largest is asked for
+LEAST_LARGEST = (
+    64  # logits of a row that are fetched at once where more than the largest is asked for
+)
 
 
 class Source(Protocol):

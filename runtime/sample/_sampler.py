@@ -91,9 +91,7 @@ def nth_largest(numbers: npt.NDArray[np.floating], count: int) -> np.floating:
     return found
 
 
-def largest(
-    logits: npt.NDArray[np.float32], count: int
-) -> tuple[Ints, npt.NDArray[np.float32]]:
+def largest(logits: npt.NDArray[np.float32], count: int) -> tuple[Ints, npt.NDArray[np.float32]]:
     """The tokens, rising, that are no less likely than the `count`-th by logits [V], and their logits."""
     if isinstance(logits, Distant) and (found := logits.largest(count)) is not None:
         return found

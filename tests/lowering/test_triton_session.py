@@ -219,7 +219,15 @@ IDS = np.random.default_rng(3).integers(3, 50, (2, 40))
 def test_calls_of_each_shape_are_recorded_and_right(eager, recorders):
     with beside(eager) as model, model.session(2) as session, eager.session(2) as other:
         at = 0
-        for width, counts in ((5, None), (1, None), (3, None), (1, None), (3, [3, 2]), (1, None), (3, None)):
+        for width, counts in (
+            (5, None),
+            (1, None),
+            (3, None),
+            (1, None),
+            (3, [3, 2]),
+            (1, None),
+            (3, None),
+        ):
             part = IDS[:, at : at + width]
             close(session.run(part, counts), other.run(part, counts))
             at += width
@@ -301,12 +309,16 @@ HALF = {"about": "", "papers": [], "depth": {"use": "unified-skip"}}
 
 @pytest.mark.long
 def test_a_plan_is_decided_on_the_host_and_recorded(recorders):
-    with accel.optimize(
-        module("llama", 4), HALF, target="eager", max_context=64, verify=False
-    ) as eager, beside(eager) as model:
+    with (
+        accel.optimize(
+            module("llama", 4), HALF, target="eager", max_context=64, verify=False
+        ) as eager,
+        beside(eager) as model,
+    ):
         compiled = model.program.compiled["step"]
         assert compiled.told == ("run_layers",) and not compiled.waits
         with model.session() as session, eager.session() as other:
+
             def both(token, ours=session, theirs=other, plan=None):
                 told = {} if plan is None else {"run_layers": np.array(plan, bool)}
                 part = IDS[:1, token : token + 1]
@@ -327,9 +339,13 @@ def test_a_plan_is_decided_on_the_host_and_recorded(recorders):
 @pytest.mark.long
 def test_a_flag_of_the_device_is_not_recorded(recorders):
     table = {"about": "", "papers": [], "depth": {"use": "calm", "threshold": 0.03}}
-    with accel.optimize(
-        module("llama", 4), table, target="eager", max_context=64, verify=False
-    ) as eager, beside(eager) as model, model.session() as session:
+    with (
+        accel.optimize(
+            module("llama", 4), table, target="eager", max_context=64, verify=False
+        ) as eager,
+        beside(eager) as model,
+        model.session() as session,
+    ):
         assert model.program.compiled["step"].waits and session._core.backend._recorded is None
 
 
@@ -378,9 +394,11 @@ def work_of_a_step(model, tokens: int) -> int:
 def test_the_hosts_work_in_a_step_does_not_grow(eager, monkeypatch):
     monkeypatch.setattr(Compiled, "__call__", launches)
     monkeypatch.setattr(sessions, "recorder", lambda device: Recorder(Nothing))
-    with accel.optimize(
-        module("llama", 4), target="eager", max_context=64, verify=False
-    ) as larger, beside(eager) as small, beside(larger) as large:
+    with (
+        accel.optimize(module("llama", 4), target="eager", max_context=64, verify=False) as larger,
+        beside(eager) as small,
+        beside(larger) as large,
+    ):
         least = work_of_a_step(small, 4)
         assert least < 300
         assert work_of_a_step(small, 30) == least, "with the context"

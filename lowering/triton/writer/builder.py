@@ -124,7 +124,7 @@ class Builder:
         return tuple(results)
 
     def _flag(self, node: fx.Node) -> fx.Node | None:
-        """The value of a flag that the host knows: an input, or an element of one; None where the device computes it."""
+        """The value of a flag that the host knows, an input or an element of one; None where the device computes it."""
         if node in self._sayable:
             return self.say(self._sayable[node])
         if node.target is aten.select.int and (whole := node.args[0]) in self._sayable:
@@ -227,7 +227,6 @@ class Side(Builder):
             self._made[key] = self.graph.placeholder(f"y{len(self.extra)}")
             self.extra[self._made[key]] = around
         return super().once(function, *args)
-
 
     def _flag(self, node: fx.Node) -> fx.Node | None:
         """What is a flag around is one here."""

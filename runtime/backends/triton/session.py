@@ -1,8 +1,8 @@
 """One session on the Triton target: state buffers on the device, which a step writes in place.
 
-A call's inputs go to the device in one piece of memory, and the largest logit of each token comes back in one: so a step
-waits for the device once. Calls of few tokens are recorded (`recorded.Recorded`): the host's work is then the same
-whatever the number of layers. Growing or compressing the cache makes other buffers, and so other recordings.
+A call's inputs go to the device in one piece of memory, and the largest logit of each token comes back in one: so a
+step waits for the device once. Calls of few tokens are recorded (`recorded.Recorded`): the host's work is then the
+same whatever the number of layers. Growing or compressing the cache makes other buffers, and so other recordings.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ class TritonSession(EagerSession):
     def __init__(self, program: Lowered, batch: int, device: str):
         super().__init__(program, batch, device)
         self._compiled: Compiled = program.compiled[STEP.name]
-        self._args: list[Any] = []  # of the step, in its order: what lies there, and room for the rest
+        self._args: list[
+            Any
+        ] = []  # of the step, in its order: what lies there, and room for the rest
         self._places = {name: i for i, name in enumerate(self._compiled.inputs)}
         self._told = told(self._compiled, self._compiled.defaults)
         self._recorded: Recorded | None = None
         if not self._compiled.waits and (records := recorder(device)) is not None:
             self._recorded = Recorded(records, device)
-        self._last: weakref.ref[_Lying] | None = None  # the logits that the next step may write over
+        self._last: weakref.ref[_Lying] | None = (
+            None  # the logits that the next step may write over
+        )
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """See protocol.BackendSession. Written where they lie; what a branch of the host goes by is known here, too."""
@@ -55,7 +59,7 @@ class TritonSession(EagerSession):
             if there is None or tuple(there.shape) != array.shape:
                 new[name] = array
             else:
-                there.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+                there.copy_(torch.from_numpy(np.array(array)))
         given = {n: torch.from_numpy(np.array(a)) for n, a in values.items()}
         self._told = self._told | told(self._compiled, given)
         if new:
