@@ -28,7 +28,8 @@ _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
 @dataclass(frozen=True)
 class Compiled:
     """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers. `told`: inputs
-    that the host's branches go by, whose values it takes, too. `waits`: there is a branch whose flag the device computes.
+    that the host's branches go by, whose values it takes, too. `waits`: it has a branch whose flag the device
+    computes.
     """
 
     module: fx.GraphModule
@@ -46,7 +47,7 @@ class Compiled:
         inputs).
         """
         if said is None:
-            said = told(self, dict(zip(self.inputs, args, strict=True))).values()
+            said = tuple(told(self, dict(zip(self.inputs, args, strict=True))).values())
         with _ONE_AT_A_TIME if triton.interpreted() else nullcontext(), torch.no_grad():
             found: tuple[Tensor, ...] = self.module(*args, *said)
         return found

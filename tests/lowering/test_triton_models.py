@@ -317,12 +317,12 @@ def test_optimize_refuses_before_any_work(monkeypatch):
 
 @of_a_llama
 @pytest.mark.skipif(**needs_gpu)
-def test_decoding_is_captured(both):
+def test_decoding_is_recorded(both):
     kind, model, eager = both
     with model.session(1) as session:
         session.run(np.array([[3, 4, 5]]))
         for token in (6, 7, 8, 9):
             session.run(np.array([[token]]))
-        decode = session._core.backend._decode
-        assert decode._graph is not None and not decode.refused
+        recorded = session._core.backend._recorded
+        assert len(recorded) == 1 and not recorded.refused
     close(model.logits([[3, 4, 5, 6, 7]]), eager.logits([[3, 4, 5, 6, 7]]))
