@@ -65,7 +65,7 @@ class Tables:
     def __exit__(self, *_):
         self.close()
 
-    def run(self, tokens, lengths=None, *, last_only=False, coarse=False, **less):
+    def run(self, tokens, lengths=None, *, last_only=False, here=True, coarse=False, **less):
         says = self.less if coarse or less else self.says
         counts = np.full(self.batch, tokens.shape[1]) if lengths is None else np.asarray(lengths)
         width = 1 if last_only else tokens.shape[1]
@@ -85,7 +85,7 @@ class Tables:
     def prompt(self, tokens, lengths=None):
         return self.run(tokens, lengths, last_only=True)
 
-    def guess(self, tokens, tree, lengths=None, columns=None):
+    def guess(self, tokens, tree, lengths=None, columns=None, *, here=True):
         counts = np.full(self.batch, tokens.shape[1]) if lengths is None else np.asarray(lengths)
         logits = np.zeros((*tokens.shape, self.vocab_size), np.float32)
         for i, count in enumerate(counts.tolist()):

@@ -8,7 +8,7 @@ import torch
 import accel
 from accel.lowering.triton.lowered import lower_program
 from accel.passes.kv.score import Base
-from accel.runtime.backends.triton import TritonBackend
+from accel.runtime.backends.triton.backend import TritonBackend
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.budget._share import Share
 from accel.runtime.model.compiled import CompiledModel

@@ -32,6 +32,7 @@ Examples:
   accel-compile run ./artifact --session system.session --prompt "And now?"
   accel-compile run ./artifact --prompt "Once upon" --temperature 1.2 --sampler typical,mass=0.9
   accel-compile run ./artifact --tokens 1,5,9 --json
+  accel-compile run ./my-model --target triton --prompt "def quicksort("
   accel-compile run ./my-t5 --input "translate English to German: Good morning."
   accel-compile run ./my-whisper --input features.npy --language fr --task translate
   accel-compile run ./artifact --prompt "A person: " --json-schema person.json
@@ -177,6 +178,14 @@ def run(
     *,
     prompts: PromptOptions,
     adapter: options.Adapter = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What runs a model: onnx (ONNX Runtime on the CPU), triton (Triton kernels and CUDA graphs on a CUDA "
+            "GPU) or eager (PyTorch's reference; slow).",
+        ),
+    ] = "onnx",
     max_new_tokens: options.MaxNewTokens = 64,
     sampling: options.Sampling,
     ends: StopOptions,
@@ -188,7 +197,7 @@ def run(
 ) -> None:
     """Continue a prompt and stream the text.
 
-    A model is compiled first, for this run only. The options --recipe, --tokenizer,
+    A model is compiled first, for this run only. The options --target, --recipe, --tokenizer,
     --max-context, --merge-adapter, --trust-remote-code and --download apply only to that build.
     """
     from accel.runtime.decode.sampling_params import SamplingParams
@@ -216,7 +225,7 @@ def run(
         "adapter": adapter,
         "sampling_params": params,
     }
-    opened = open_model(path, context, **vars(loading), **building.options())
+    opened = open_model(path, context, target=target, **vars(loading), **building.options())
     with opened as model, _scorer(more.scorer) as settings["scorer"]:
         if prompts.save_session is not None:
             if prompts.session is not None:

@@ -15,7 +15,7 @@ from accel.ir.program import Program
 from accel.lowering.triton.lowered import Lowered, lower_program, triton_error
 from accel.passes.check import NumericCheck
 from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.backends.triton import TritonBackend
+from accel.runtime.backends.triton.backend import TritonBackend
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.model.compiled import CompiledModel
 

@@ -27,19 +27,36 @@ _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
 
 @dataclass(frozen=True)
 class Compiled:
-    """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers."""
+    """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers. `told`: inputs
+    that the host's branches go by, whose values it takes, too. `waits`: it has a branch whose flag the device
+    computes.
+    """
 
     module: fx.GraphModule
     inputs: list[str]
     outputs: list[str]
     states: list[str]
     defaults: dict[str, Tensor]  # of the inputs that a caller may leave out
+    told: tuple[str, ...] = ()
+    waits: bool = False
 
-    def __call__(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        """What the entry gives for its inputs, in order."""
+    def __call__(
+        self, args: Sequence[Any], said: Sequence[Any] | None = None
+    ) -> tuple[Tensor, ...]:
+        """What the entry gives for its inputs, in order. said: the values of `told` (None: they are read off the
+        inputs).
+        """
+        if said is None:
+            said = tuple(told(self, dict(zip(self.inputs, args, strict=True))).values())
         with _ONE_AT_A_TIME if triton.interpreted() else nullcontext(), torch.no_grad():
-            found: tuple[Tensor, ...] = self.module(*args)
+            found: tuple[Tensor, ...] = self.module(*args, *said)
         return found
+
+
+def told(compiled: Compiled, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the host's branches go by, of the inputs that are there: a bool, or a tuple of them."""
+    values = {n: inputs[n].tolist() for n in compiled.told if n in inputs}
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
 
 
 @dataclass
@@ -83,7 +100,11 @@ def lower_program(program: Program, device_params: dict[str, Tensor] | None = No
         states = [i for i in entry.inputs if output_of(i) in entry.outputs] if in_place else []
         outputs = builder.entry(entry, states)
         defaults = {n: value.to(device) for n, value in entry.defaults.items()}
-        lowered.compiled[name] = Compiled(builder.module(), entry.inputs, outputs, states, defaults)
+        lowered.compiled[name] = Compiled(
+            *(builder.module(), entry.inputs, outputs, states, defaults),
+            tuple(builder.told),
+            builder.waits,
+        )
     return lowered
 
 

@@ -95,14 +95,14 @@ class Rounds(ABC):
         """Free what the loop holds beside the session, which stays open."""
 
     def _call(self, live: Sequence[int]) -> Logits:
-        """Run the newest token of each of these rows: the logits [B,1,V]."""
+        """Run the newest token of each of these rows: the logits [B,1,V], which may lie on a device."""
         column = np.zeros((len(self._rows), 1), np.int64)
         column[live, 0] = [self._rows[i].tokens[-1] for i in live]
         if len(live) == len(self._rows):
-            return self._session.run(column)
+            return self._session.run(column, here=False)
         counts = np.zeros(len(self._rows), np.int64)
         counts[live] = 1
-        return self._session.run(column, counts)
+        return self._session.run(column, counts, here=False)
 
     def _pick(self, live: Sequence[int], logits: Logits) -> Iterator[tuple[int, int]]:
         """Let each of these rows take the token that it picks from logits [B,1,V]: (row, token)."""

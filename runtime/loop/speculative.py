@@ -309,11 +309,11 @@ class _Rounds(Rounds):
         lengths = None if (counts == tokens.shape[1]).all() else counts
         if not branches:
             self._computed = None if self._guard is None else self._session.computed(counts)
-            return self._session.run(tokens, lengths)
+            return self._session.run(tokens, lengths, here=False)
         seen = np.tile(np.eye(tokens.shape[1], dtype=np.bool_), (len(self._rows), 1, 1))
         for i, tree in trees.items():
             seen[i, : counts[i], : counts[i]] = tree.mask
-        return self._session.guess(tokens, seen, lengths)
+        return self._session.guess(tokens, seen, lengths, here=False)
 
     def _judged(self, i: int, tree: Tree, logits: Logits) -> list[int]:
         """Let a row take what stands, up to its end; the columns of the call that it then holds."""

@@ -21,8 +21,8 @@ from accel.runtime.sample._sampler import (
     at_least,
     entropy,
     ids_of,
+    largest,
     likeliest,
-    nth_largest,
     numbers,
     surprise,
 )
@@ -130,7 +130,7 @@ class Base(Sampler, Method):
         if not (own and self.greedy) or self._repeats or self._counts:
             return None
         found: Ints = logits.argmax(-1)  # NaN counts as the largest
-        return found if np.isfinite(np.take_along_axis(logits, found[:, None], -1)).all() else None
+        return found if np.isfinite(logits.max(-1)).all() else None
 
     def scores(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
@@ -174,9 +174,7 @@ class Base(Sampler, Method):
         """
         tokens, scores = ids_of(logits.size), logits
         if self.top_k is not None and self.top_k < logits.size:
-            least = nth_largest(logits, self.top_k)
-            tokens = np.flatnonzero(logits >= least)  # equals of the last one stay, as there
-            scores = logits[tokens]
+            tokens, scores = largest(logits, self.top_k)  # equals of the last one stay, as there
         temperature = np.float32(min(max(self.temperature, 1e-30), 1e30))
         weights = scores - scores.max()
         with np.errstate(over="ignore"):  # a tiny temperature leaves the best alone

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import AccelError
+from accel.runtime.inputs.distant import Distant
 from accel.runtime.inputs.ints import Ints
 
 _PART = 512  # weights that are added up before the one that is drawn is looked for among them
@@ -88,6 +89,15 @@ def nth_largest(numbers: npt.NDArray[np.floating], count: int) -> np.floating:
         numbers = numbers[numbers >= np.partition(largest, -count)[-count]]
     found: np.floating = np.partition(numbers, -count)[-count]
     return found
+
+
+def largest(logits: npt.NDArray[np.float32], count: int) -> tuple[Ints, npt.NDArray[np.float32]]:
+    """The tokens, rising, that are no less likely than the `count`-th by logits [V], and their logits."""
+    if isinstance(logits, Distant) and (found := logits.largest(count)) is not None:
+        return found
+    logits = np.asarray(logits)
+    tokens = np.flatnonzero(logits >= nth_largest(logits, count))
+    return tokens, logits[tokens]
 
 
 def numbers(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

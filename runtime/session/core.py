@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.protocol import BackendSession, whole_tiles
 from accel.runtime.call import Arrays, Call, Logits, Outputs
 from accel.runtime.inputs.calls import call_tokens, row_parts
+from accel.runtime.inputs.distant import Distant
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.extra import Extra, check_names
 from accel.runtime.session.flat import flat_call, pays
@@ -644,6 +645,10 @@ class SessionCore:
             logits = self.step(
                 part, positions, before - self.base, rows, int(real.sum()), watchers=watchers
             )
+            if isinstance(logits, Distant) and logits.shape == shape and not start.any():
+                distant: Any = logits.only(ends[:, None] if last_only else real)
+                if (end == counts).all():  # it was one graph call
+                    return cast(Logits, distant)
             if last_only:
                 out[ends] = logits[ends]
                 continue

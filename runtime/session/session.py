@@ -202,7 +202,13 @@ class Session:
         self.rewind(0)
 
     def run(
-        self, tokens: Any, lengths: Any = None, *, last_only: bool = False, **controls: Any
+        self,
+        tokens: Any,
+        lengths: Any = None,
+        *,
+        last_only: bool = False,
+        here: bool = True,
+        **controls: Any,
     ) -> Logits:
         """Append tokens [B,T] and return the logits after each, float32 [B,T,V].
 
@@ -213,6 +219,8 @@ class Session:
             lengths: number of valid tokens per row [B], each 0..T (default: T). The rest, on the right, is
                 padding: any ids, with logits 0 and no effect.
             last_only: return only the logits of each row's last valid token, [B,1,V].
+            here: False lets the logits stay on the device that computed them (`accel.runtime.inputs.distant`): they are
+                read as an array is, and fetched where more than the largest is asked for. True: an array.
             controls: what the model's methods take beside the tokens. `run_layers`: bools [L], the layers to run, with
                 a depth method (default: all layers for a prompt, the recipe's for single tokens after it).
                 `threshold`: confidence for early exit, with exits (default: no exit in a prompt, then the recipe's).
@@ -223,7 +231,8 @@ class Session:
             InputError: the call is invalid. The session is unchanged, or closed if tokens of a failed
                 call were already evicted or counted.
         """
-        return self._open().run(tokens, lengths, last_only, controls)
+        logits = self._open().run(tokens, lengths, last_only, controls)
+        return np.asarray(logits) if here else logits
 
     def step(
         self,
@@ -239,7 +248,8 @@ class Session:
 
         Raises InputError, as `run`; also where the model has no such output.
         """
-        return self._open().call(tokens, lengths, last_only, want, controls)
+        out = self._open().call(tokens, lengths, last_only, want, controls)
+        return Outputs(np.asarray(out.logits), out.extra)
 
     @property
     def extra(self) -> tuple[str, ...]:
@@ -302,7 +312,7 @@ class Session:
         core = self._open()
         before = core.lengths
         try:
-            return self._prompted(core, tokens, lengths)
+            return np.asarray(self._prompted(core, tokens, lengths))
         except BaseException:
             core.back(before)
             raise
@@ -365,6 +375,8 @@ class Session:
         lengths: Any = None,
         columns: Any = None,
         positions: Any = None,
+        *,
+        here: bool = True,
         **controls: Any,
     ) -> Logits:
         """Run a draft tree, tokens [B,T] after the tokens of each row, and return the logits after each,
@@ -383,6 +395,7 @@ class Session:
             positions: [B,T], where in its row each token lies, of `length` .. `length` + valid tokens - 1; a token then
                 may see those behind it, too. Default: as deep in the tree as it is. What saw tokens behind it cannot
                 be kept.
+            here: as in `run`.
             controls: what methods take beside the tokens, as in `run`.
 
         Raises:
@@ -393,7 +406,8 @@ class Session:
             raise InputError(
                 "this model takes no draft trees; build it with a recipe that drafts trees (such as token-recycling)"
             )
-        return self._guesses.run(tokens, tree, lengths, columns, positions, controls)
+        logits = self._guesses.run(tokens, tree, lengths, columns, positions, controls)
+        return np.asarray(logits) if here else logits
 
     @property
     def guessed(self) -> Arrays:
@@ -423,7 +437,7 @@ class Session:
             raise InputError(
                 "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
             )
-        return editable.edit(core, start, stop, tokens, row)
+        return np.asarray(editable.edit(core, start, stop, tokens, row))
 
     def write(
         self, tokens: Any, at: Any, lengths: Any = None, rows: Any = None, picks: Any = None
@@ -443,7 +457,7 @@ class Session:
                 "this model is causal, so cached tokens cannot be overwritten; rewind and run new "
                 "tokens instead"
             )
-        return canvas.write(core, tokens, at, lengths, rows, picks)
+        return np.asarray(canvas.write(core, tokens, at, lengths, rows, picks))
 
     def rewind(self, length: Any) -> None:
         """Remove all tokens from `length` on: an int, or one per row [B].

@@ -11,7 +11,7 @@ from accel.ir.entries.flat import OWNER
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.lowering.triton.lowered import lower_program
-from accel.runtime.backends.triton import TritonBackend
+from accel.runtime.backends.triton.backend import TritonBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session import flat
 

@@ -16,7 +16,7 @@ from accel.lowering.triton.lowered import lower_program
 from accel.passes.window._default import Windows
 from accel.runtime.backends import buffers
 from accel.runtime.backends.eager import EagerSession
-from accel.runtime.backends.triton import TritonBackend
+from accel.runtime.backends.triton.backend import TritonBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session import core
 from accel.runtime.session.state.window import WindowState

@@ -20,7 +20,7 @@ from accel.lowering.triton.rules import accel_attention
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.state.trees import Trees
-from accel.runtime.backends.triton import TritonBackend
+from accel.runtime.backends.triton.backend import TritonBackend
 from accel.runtime.model.compiled import CompiledModel
 
 from .. import diffusion_case, test_canvas
@@ -317,12 +317,12 @@ def test_optimize_refuses_before_any_work(monkeypatch):
 
 @of_a_llama
 @pytest.mark.skipif(**needs_gpu)
-def test_decoding_is_captured(both):
+def test_decoding_is_recorded(both):
     kind, model, eager = both
     with model.session(1) as session:
         session.run(np.array([[3, 4, 5]]))
         for token in (6, 7, 8, 9):
             session.run(np.array([[token]]))
-        decode = session._core.backend._decode
-        assert decode._graph is not None and not decode.refused
+        recorded = session._core.backend._recorded
+        assert len(recorded) == 1 and not recorded.refused
     close(model.logits([[3, 4, 5, 6, 7]]), eager.logits([[3, 4, 5, 6, 7]]))

@@ -9,7 +9,7 @@ import accel
 from accel.ir.errors import OutOfMemoryError
 from accel.ir.ops import kv
 from accel.lowering.triton.rules import accel_attention
-from accel.runtime.backends.triton import DeviceArray
+from accel.runtime.backends.triton.memory import DeviceArray
 
 from .test_triton_models import beside, close, module
 

@@ -29,6 +29,9 @@ class Builder:
         self.tensors: dict[str, Tensor] = {} if tensors is None else tensors
         self.graph = fx.Graph()
         self.states: dict[str, fx.Node] = {}  # by name: those that the entry may write in place
+        self.told: dict[str, fx.Node] = {}  # by name: values of inputs that the host knows
+        self.waits = False  # whether a branch goes by what the device computes
+        self._sayable: dict[fx.Node, str] = {}  # inputs whose values the host may know
         self._params: dict[str, fx.Node] = {}
         self._made: dict[tuple[Any, ...], fx.Node] = {}
 
@@ -60,6 +63,7 @@ class Builder:
             values[name] = self.graph.placeholder(f"x{index}")
             values[name].meta["val"] = entry.input(name).meta["val"]
         self.states = {name: values[name] for name in states}
+        self._sayable = {values[name]: name for name in entry.defaults}
         found = dict(zip(entry.outputs, self._inline(entry.graph, values), strict=True))
         kept = {name: found.pop(output_of(name)) for name in states}
         self._settle(kept)
@@ -103,10 +107,15 @@ class Builder:
         return self.call(target, *args, **kwargs)
 
     def _choice(self, region: Conditional, args: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
-        """A branch of the host. What either side writes in place counts as written by the call."""
+        """A branch of the host, which waits for the flag where the device computes it. What either side writes in place
+        counts as written by the call.
+        """
         sides = [Side(self, graph, args) for graph in graphs_of(region)]
+        self.waits = self.waits or any(side.waits for side in sides)
+        if (flag := self._flag(args[0])) is None:
+            flag, self.waits = args[0], True
         extras = [tuple(side.extra.values()) for side in sides]
-        call = self.call(_branch(region.name, [s.module() for s in sides]), args, *extras)
+        call = self.call(_branch(region.name, [s.module() for s in sides]), flag, args, *extras)
         written = {i for side in sides for i in side.written}
         call.meta["into"] = tuple(args[i] for i in sorted(written))
         results = []
@@ -115,6 +124,21 @@ class Builder:
             if given[0] is not None and len(set(given)) == 1:
                 results[-1].meta["writes"] = args[given[0]]
         return tuple(results)
+
+    def _flag(self, node: fx.Node) -> fx.Node | None:
+        """The value of a flag that the host knows, an input or an element of one; None where the device computes it."""
+        if node in self._sayable:
+            return self.say(self._sayable[node])
+        if node.target is aten.select.int and (whole := node.args[0]) in self._sayable:
+            assert isinstance(whole, fx.Node)
+            return self.once(operator.getitem, self.say(self._sayable[whole]), node.args[2])
+        return None
+
+    def say(self, name: str) -> fx.Node:
+        """An input's value as the host knows it: a bool, or a tuple of them."""
+        if name not in self.told:
+            self.told[name] = self.graph.placeholder(f"said{len(self.told)}")
+        return self.told[name]
 
     def _param(self, name: str) -> fx.Node:
         if name not in self._params:
@@ -170,7 +194,7 @@ class Side(Builder):
     def __init__(self, outer: Builder, graph: fx.Graph, args: tuple[fx.Node, ...]):
         super().__init__(outer.program, outer.device, outer.tensors)
         self._outer = outer
-        self.extra: dict[fx.Node, fx.Node] = {}  # here -> around
+        self.extra: dict[fx.Node, Any] = {}  # here -> around
         values: dict[str, fx.Node] = {}
         self._args: dict[fx.Node, fx.Node] = {}
         for i, (holder, arg) in enumerate(
@@ -181,6 +205,9 @@ class Side(Builder):
             self._args[mine] = arg
         self.states = {
             n: mine for n, mine in values.items() if self._args[mine] in outer.states.values()
+        }
+        self._sayable = {
+            mine: outer._sayable[arg] for mine, arg in self._args.items() if arg in outer._sayable
         }
         places = {mine: i for i, mine in enumerate(values.values())}
         results = self._inline(graph, values)
@@ -203,12 +230,31 @@ class Side(Builder):
             self.extra[self._made[key]] = around
         return super().once(function, *args)
 
+    def _flag(self, node: fx.Node) -> fx.Node | None:
+        """What is a flag around is one here."""
+        around = self._args.get(node)
+        if around is not None and node not in self._sayable:
+            known = self._outer._flag(around)
+            return None if known is None else self._from_around(known)
+        return super()._flag(node)
+
+    def say(self, name: str) -> fx.Node:
+        """The graph around says it."""
+        if name not in self.told:
+            self.told[name] = self._from_around(self._outer.say(name))
+        return self.told[name]
+
+    def _from_around(self, node: fx.Node) -> fx.Node:
+        mine = self.graph.placeholder(f"y{len(self.extra)}")
+        self.extra[mine] = node
+        return mine
+
 
 def _branch(name: str, sides: list[fx.GraphModule]) -> Callable[..., Any]:
-    """A function that runs the first side or the other, by the first of its arguments."""
+    """A function that runs the first side or the other, by a flag."""
 
-    def branch(args: tuple[Any, ...], *extras: tuple[Any, ...]) -> Any:
-        chosen = 0 if args[0] else 1
+    def branch(flag: Any, args: tuple[Any, ...], *extras: tuple[Any, ...]) -> Any:
+        chosen = 0 if flag else 1
         return sides[chosen](*args, *extras[chosen])
 
     branch.__name__ = f"branch_{name.replace('.', '_')}"

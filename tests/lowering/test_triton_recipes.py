@@ -1,0 +1,71 @@
+"""Every bundled recipe on the Triton target beside the eager one: the same tokens and, within rounding, logits."""
+
+import matrix
+import numpy as np
+import pytest
+
+from accel.ir.errors import AccelError
+from accel.ir.recipe import Recipe, bundled
+
+from .test_triton_models import beside
+
+PROMPTS = [[5, 9, 40, 7, 5, 9, 40, 7, 5, 9], [7, 7, 30]]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return matrix.Matrix()
+
+
+def case_of(name: str) -> matrix.Case:
+    """A recipe's methods, with their sizes for tiny models."""
+    tables = Recipe.load(name).tables
+    return matrix.Case("llama", tuple((axis, table["use"]) for axis, table in tables.items()))
+
+
+def unlike(runner: matrix.Matrix, name: str) -> str:
+    """How the two targets differ with a recipe; nothing: empty. Raises AccelError where the eager one refuses it."""
+    case = case_of(name)
+    eager = runner.eager(case)
+    rounded, turns, _ = runner.strict(case.tables)
+    with eager, beside(eager) as model:
+        want, got = driven(eager), driven(model)
+        if said := matrix.different(want, got, rounded, turns):
+            return said
+        tokens = [m.generate(PROMPTS, 4, eos=[]).tokens for m in (eager, model)]
+        return "" if turns or tokens[0] == tokens[1] else f"tokens: {tokens[0]} and {tokens[1]}"
+
+
+def driven(model):
+    """A ragged prompt, a token, several at once, and a token behind a rewind."""
+    ids = np.stack([np.random.default_rng(n).permutation(90)[:30] for n in range(2)])
+    seen = {}
+    with model.session(2) as session:
+        seen["prompt"] = session.prompt(ids[:, :20], np.array([20, 17]))
+        seen["token"] = session.run(ids[:, 20:21])
+        seen["several"] = session.run(ids[:, 21:24])
+        try:
+            session.rewind(session.lengths - 2)
+        except AccelError:
+            seen["rewind"] = "refused"
+        seen["after"] = session.run(ids[:, 24:25])
+        seen["held"] = session.lengths.tolist()
+    return seen
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", bundled())
+def test_a_recipe_is_as_on_the_eager_target(runner, name):
+    try:
+        said = unlike(runner, name)
+    except AccelError as error:
+        pytest.skip(f"the eager target refuses it: {error}")
+    assert not said
+
+
+def test_what_differs_is_seen(runner, monkeypatch):
+    from accel.runtime.backends.triton import session as sessions
+
+    right = sessions._Lying.whole
+    monkeypatch.setattr(sessions._Lying, "whole", lambda self: right(self) + 0.1)
+    assert "logits differ" in unlike(runner, "float16")
