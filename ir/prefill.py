@@ -76,7 +76,8 @@ class Prefill:
     """filter: which tokens the model sees, by the entry `filter`. stages: which tokens the layers after each
     part of the step see; the parts are the entries `prompt.0`, `prompt.1`, … segments: how a prompt is cut
     where stretches of it read some of the keys. ranks: how it is shared. fill: which of its tokens run without logits.
-    latents: embeddings that a second model adds behind it, by the entries `augment.0` and `augment.1`.
+    latents: embeddings that a second model adds before its last `behind` tokens, by the entries `augment.0` and
+    `augment.1`.
     """
 
     filter: Pick | None = None
@@ -85,6 +86,7 @@ class Prefill:
     ranks: Ranks | None = None
     fill: Fill | None = None
     latents: int = 0
+    behind: int = 0
 
     def cached_slots(self, count: int) -> int:
         """Slots that the model's own cache has of a prompt of `count` tokens."""

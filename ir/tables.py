@@ -46,7 +46,8 @@ class Rows:
     tokens: [B,T+1]. known: [B,T], above 0 where the next token can be predicted from the row; below 0 of tokens that
     say so (`Example`). hidden [B,T,E]: what the
     keys of the first of these layers are made of. second_layers: of each layer of a second model, [B,T,F], keys before
-    RoPE and values of a token in one row.
+    RoPE and values of a token in one row. last: (attention, or None) -> the last hidden states [B,T,E], with gradients;
+    attention(layer, Observed) gives what is read in the place of a layer's own, [B,H,T,Dv].
     """
 
     tokens: Any
@@ -54,6 +55,7 @@ class Rows:
     layers: Mapping[int, Observed]
     hidden: Any = None
     second_layers: Any = ()
+    last: Any = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
+from accel.ir.entries.step import LOGITS
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import Form
 from accel.ir.parts import part
 from accel.ir.program import Program
 from accel.ir.region import Entry, sizes
-from accel.ir.tables import Rows, Sizes, Tables
+from accel.ir.tables import Example, Rows, Sizes, Tables
 from accel.ir.trained import Likeness, digest, located, opened
 
 Parts = dict[int, dict[str, Tensor]]  # layer, or ALL -> name -> tensor
@@ -84,8 +85,11 @@ class Trained(ABC):
 @dataclass(frozen=True)
 class Fitted(Trained):
     """A part that foretells what attention does, or changes it. It learns from rows of a text that the model reads as
-    it is (`ir/tables.py`), so no gradient goes through the model.
+    it is (`ir/tables.py`), so no gradient goes through the model. `inside`: it learns in the model, by `Rows.last`;
+    then rows have no layers.
     """
+
+    inside: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, rows: Rows, inner: int, generator: torch.Generator) -> Parts:
@@ -94,6 +98,10 @@ class Fitted(Trained):
     @abstractmethod
     def loss(self, parts: Parts, rows: Rows, progress: float) -> Tensor:
         """How wrong the parts are about rows []. progress: the share of the training that is over, from 0 to 1."""
+
+    def examples(self, seed: int) -> Iterator[Example] | None:
+        """What it learns from, for ever, where nobody gives a text; None: a text, too."""
+        return None
 
 
 def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> Parts:
@@ -210,6 +218,18 @@ def source(keys: fx.Node) -> fx.Node:
             "reads the one hidden state behind them; use another method for this model"
         )
     return one
+
+
+def last_hidden(entry: Entry) -> fx.Node | None:
+    """The last hidden state [B,N,E] of a step, which its output head reads; None where no linear head is found."""
+    node = entry.output_nodes()[LOGITS]
+    while node.target is not _LINEAR:
+        data = [n for n in node.all_input_nodes if n.op == "call_function"]
+        if len(data) != 1:
+            return None
+        node = data[0]
+    hidden = node.args[0]
+    return hidden if isinstance(hidden, fx.Node) else None
 
 
 def product(keys: fx.Node) -> fx.Node | None:

@@ -14,6 +14,7 @@ from accel.ir.errors import StorageError
 from accel.ir.parser.read import parse
 from accel.ir.state import CacheRegion, Home, Part, StateValue
 from accel.runtime.backends.onnx.mapped import mapped, memory_of
+from accel.runtime.session.state import low_rank
 
 from .session_ways import singles, variants
 
@@ -86,6 +87,39 @@ def test_what_is_not_read_stays_on_the_disk(made):
             session.run(TOKENS[:, 1901:1940])  # which reads everything
             for array in buffers_of(session):
                 assert resident(array)[: 1940 // 16].all(), kernels
+
+
+@linux
+def test_exact_keys_of_a_prompt_are_not_in_memory(monkeypatch):
+    """Of those a step reads its own chunk, a local one and outliers; chunks that it rebuilds stay on the disk."""
+    few = {"use": "shadowkv", "page": 16, "tokens_read": 16 * 8, "outliers": 2, "local": 1}
+    with accel.optimize(
+        model(),
+        {"kv": {"select": few | {"dense_layers": 0, "low_rank": 40}}},
+        max_context=4096,
+        verify=False,
+    ) as one:
+
+        def law():
+            with one.session() as session:
+                session.prompt(TOKENS[:, :1900])
+                keys, values = buffers_of(session)[::2], buffers_of(session)[1::2]
+                left = [resident(array) for array in keys]
+                assert all(now.mean() < 0.3 for now in left), "keys are in memory"
+                before = put_away(values)
+                session.run(TOKENS[:, 1900:1901])
+                for now, was in zip(map(resident, keys), left, strict=True):
+                    assert (now & ~was).sum() <= 1 + 1 + 2
+                for now, was in zip(map(resident, values), before, strict=True):
+                    assert 8 <= (now & ~was).sum() <= 1 + 1 + 2 + 8
+
+        with one.session() as session:
+            session.run(TOKENS[:, :1900])
+            put_away(buffers_of(session))  # or this system keeps its files in memory
+        law()
+        monkeypatch.setattr(low_rank, "put_away", lambda arrays: None)
+        with pytest.raises(AssertionError, match="keys are in memory"):
+            law()
 
 
 @linux

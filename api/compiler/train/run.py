@@ -69,7 +69,7 @@ class Run(Kind):
         """See Kind."""
         method, read = watched(method)
         soft, options = cls.opened(method, source, options)
-        rows = source.rows(options.length, options.rows, options.seed)
+        rows = source.rows_of(method, options.length, options.rows, options.seed)
         out = options.out or kept_at(method.key, soft.names, {})
         file = state_of(options.out or out.with_name(stem(method.key, soft.names)))
         if file.exists() != options.resume:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from accel.compiler.load.source import open_source
 from accel.compiler.measure import Progress, duration
 from accel.compiler.over_state import over_state
-from accel.compiler.part_text import Batch, text_ids, text_rows
+from accel.compiler.part_text import Batch, example_rows, text_ids, text_rows
 from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError
 from accel.ir.program import Program
@@ -54,8 +56,19 @@ class Source:
         if self.tokenizer is None:
             raise InputError(f"{self.path} has no tokenizer for a text; give tokenizer=…")
         ids = text_ids(self.tokenizer, self.text, length)
-        self._tokens = len(ids)
+        self._tokens: float = len(ids)
         return text_rows(ids, length, rows, seed)
+
+    def rows_of(self, method: Any, length: int, rows: int, seed: int) -> Iterator[Batch]:
+        """Rows of the method's examples, where nobody gave a text; else as `rows`."""
+        examples = getattr(method, "examples", lambda _: None)(seed)
+        own = self.own_rows is None and self.text is None
+        if examples is None or not own or self.tokenizer is None:
+            return self.rows(length, rows, seed)
+        self._tokens = math.inf
+        return example_rows(
+            self.tokenizer, examples, text_ids(self.tokenizer, None, length), length, seed
+        )
 
     def check_enough(self, tokens: float, minutes: float) -> None:
         """Raise InputError where accel's own text is too short for a run that reads so many tokens in all."""
@@ -64,6 +77,6 @@ class Source:
         if (times := tokens / self._tokens) > MOST_READINGS:
             most = minutes * MOST_READINGS / times
             raise InputError(
-                f"accel's own text has {self._tokens:,} tokens, and {duration(60 * minutes)} would read it {times:.0f} "
-                f"times; give a longer one, text=…, or less time: minutes={most:.2g}"
+                f"accel's own text has {self._tokens:,.0f} tokens, and {duration(60 * minutes)} would read it "
+                f"{times:.0f} times; give a longer one, text=…, or less time: minutes={most:.2g}"
             )

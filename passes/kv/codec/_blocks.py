@@ -150,15 +150,27 @@ def _read(
                 found[part] = _decoded(editor, cache, given, node)
             else:
                 found[part] = _chosen(editor, cache, coarse, given, node)
-        heads = int(sizes(found["k"])[1])
+        layer, heads = (
+            caches[str(cache_of(node, Part.KEYS).target)].layer,
+            int(sizes(found["k"])[1]),
+        )
         flat = trace(
             editor, STORED, lambda x: x.flatten(2).expand(-1, heads, -1), positions, like=node
         )
+        unread = layer.codec.unread(layer.at(layer.tensors)) if layer.codec.storage.block else None
+        if unread is not None and unread.any():
+            none = editor.param(f"codec.{layer.number}.unread", unread)
+            flat = trace(editor, STORED, _hidden, flat, none, like=node, key="unread")
     node.kwargs = {**node.kwargs, "kept_k": found["k"], "kept_v": found["v"], "kept_pos": flat}
     return [
         (caches[str(cache_of(node, part).target)].layer, found[part])
         for part in (Part.KEYS, Part.VALUES)
     ]
+
+
+def _hidden(positions: Tensor, unread: Tensor) -> Tensor:
+    """Positions [B,G,P], none of heads that are `unread` [G]."""
+    return positions.masked_fill(unread[:, None], -1)
 
 
 def _decoded(

@@ -70,6 +70,10 @@ class Codec(Rewriting, ABC):
         """What its functions get of each layer, made of the tensors of its file, of all layers."""
         return parts
 
+    def unread(self, at: At) -> Tensor | None:
+        """Of blocks only: bool [G], the heads that read sinks and the newest tokens alone; None: all read blocks."""
+        return None
+
     @abstractmethod
     def parts(self, at: At) -> Layout:
         """What is kept of D numbers, or of a block; the first part is named ""."""

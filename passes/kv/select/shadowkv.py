@@ -30,9 +30,11 @@ class Shadowkv(LowRank):
     exact keys.
 
     The paper chooses outliers and landmarks once, at a prompt's end, and reads all generated tokens; here chunks of
-    generated tokens are as others, and outliers are those of what a token sees. The paper drops exact keys but for
-    outliers and local chunks; here they are in a file, beside the values, where these are read, and a later prompt,
-    whose end makes directions of all keys anew.
+    generated tokens are as others, and outliers are those of what a token sees.
+
+    Values lie in a file; those of chunks that a token chooses are fetched while their keys are rebuilt. Exact keys do,
+    too, and at the end of a prompt they are dropped from memory: a token reads those of outliers and local chunks, and
+    a later prompt, whose end makes directions of all keys anew, reads all.
 
     In memory are the landmarks and a number of each chunk, 1/8 of the keys, beside the keys of few numbers.
     """
@@ -41,7 +43,6 @@ class Shadowkv(LowRank):
     page: int = 8
     outliers: int = option(48, least=0, most=4096)
     local: int = option(4, least=0, most=4096)
-    lacks = "dropping the exact keys (they stay in a file)"
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12, "page": 4, "outliers": 1, "local": 1, "dense_layers": 0, "low_rank": 6,
     }  # fmt: skip

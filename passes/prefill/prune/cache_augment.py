@@ -13,7 +13,6 @@ from torch import Tensor, fx
 
 from accel.ir.axis import option
 from accel.ir.entries.augment import COPROCESS, EMBEDDED, LATENTS
-from accel.ir.entries.step import LOGITS
 from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.prefill import Prefill
@@ -24,7 +23,7 @@ from accel.ir.tables import Sizes
 from accel.passes import Report
 from accel.passes.prefill.prune import Base
 from accel.passes.state.embedded import embedded, embedding_of, tidy
-from accel.passes.trained import ALL, Trained, first_product, read
+from accel.passes.trained import ALL, Trained, first_product, last_hidden, read
 
 aten = torch.ops.aten
 SOFT, GAIN = "soft", "gain"  # of the trained part; and `<weight>.a`, `<weight>.b` of each product
@@ -35,8 +34,10 @@ _LEAVE = "leave prefill.prune out for it"
 @dataclass(frozen=True)
 class CacheAugment(Trained, Base):
     """At the end of a prompt the coprocessor reads the cache as its past and `latents` trained embeddings as its input.
-    The model then takes the coprocessor's last hidden states as embeddings of as many tokens behind the prompt. Their
-    keys and values stay in the cache, and generation goes on behind them.
+    The model then takes the coprocessor's last hidden states as embeddings of as many tokens, before the last `behind`
+    tokens of the prompt, which it reads again behind them, so that what comes next has these beside it. Keys and values
+    of all stay in the cache, and generation goes on behind them. The paper inserts at random places of a text, and so
+    before tokens that are known; with `behind = 0` the latents are the last that the model reads.
 
     The coprocessor is the model itself with a low-rank product added to each of its products (LoRA), and a gain on what
     it gives; the paper trains a whole copy. The model's weights stay as they are. 0 latents: nothing is added.
@@ -44,6 +45,7 @@ class CacheAugment(Trained, Base):
     """
 
     latents: int = option(4, least=0, most=512)
+    behind: int = option(8, least=0, most=512)
     lacks = "a whole copy of the model as the coprocessor"
     key: ClassVar[str] = "cache-augment"
 
@@ -95,7 +97,9 @@ class CacheAugment(Trained, Base):
         parts = self.parts(program)
         program.entries[COPROCESS] = coprocessor(program, parts)
         program.entries[EMBEDDED] = embedded(program, NAME)
-        program.facts.prefill = replace(program.facts.prefill or Prefill(), latents=self.latents)
+        program.facts.prefill = replace(
+            program.facts.prefill or Prefill(), latents=self.latents, behind=self.behind
+        )
         more = sum(tensor.numel() for tensor in parts.values())
         program.facts.notes.append(
             f"cache-augment adds {self.latents} embeddings behind a prompt; its coprocessor has {more:,} parameters of "
@@ -160,14 +164,9 @@ def width_of(entry: Entry) -> int:
 
 def hidden_of(entry: Entry, width: int) -> fx.Node:
     """The last hidden state [B,N,E], which the output head reads. Raises PassError."""
-    node = entry.output_nodes()[LOGITS]
-    while node.target is not aten.linear.default:
-        data = [n for n in node.all_input_nodes if n.op == "call_function"]
-        if len(data) != 1:
-            raise PassError(f"cache-augment: no linear output head was found; {_LEAVE}")
-        node = data[0]
-    hidden = node.args[0]
-    assert isinstance(hidden, fx.Node)
+    hidden = last_hidden(entry)
+    if hidden is None:
+        raise PassError(f"cache-augment: no linear output head was found; {_LEAVE}")
     if sizes(hidden)[2] != str(width):
         raise PassError(
             f"cache-augment: the last hidden state is {sizes(hidden)[2]} wide, and an embedding {width}, so one cannot "

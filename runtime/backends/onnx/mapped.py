@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -16,6 +17,7 @@ from accel.ir.errors import StorageError, shown
 from accel.ir.scratch import folder_of_files
 
 _ZEROS = bytes(1 << 20)
+_PAGE_OUT = 21  # MADV_PAGEOUT of Linux, which mmap does not name
 
 
 def mapped(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> npt.NDArray[Any]:
@@ -62,6 +64,17 @@ def advise(arrays: Iterable[npt.NDArray[Any]], scattered: bool) -> None:
     for array in arrays:
         if (memory := memory_of(array)) is not None:
             memory.madvise(advice)
+
+
+def put_away(arrays: Iterable[npt.NDArray[Any]]) -> None:
+    """Write arrays in mapped files to the disk, and let the system drop them from memory until they are read. Others
+    are left alone, and all where the system takes no such advice.
+    """
+    for array in arrays:
+        if (memory := memory_of(array)) is not None and hasattr(mmap, "MADV_RANDOM"):
+            with suppress(OSError):
+                memory.flush()
+                memory.madvise(_PAGE_OUT)
 
 
 def _reserve(file: BinaryIO, size: int) -> None:

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from accel.ir.entries.factor import FACTOR, directions_of
 from accel.ir.entries.squares import SQUARES, squares_of
 from accel.ir.low_rank import LowRank
+from accel.ir.state import Part, name_of
+from accel.runtime.backends.onnx.mapped import put_away
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.call import Arrays
 from accel.runtime.inputs.ints import Ints
@@ -31,7 +33,8 @@ class KeyDirections(SessionObserver, CallWatcher):
     """Of how many first tokens of each row the state has keys in fewer directions.
 
     Those of all tokens that a row has at the end of a prompt: the directions are the singular vectors of their keys, as
-    eigenvectors of the sum of outer products, in float64. What a rewind takes tokens of keeps its directions.
+    eigenvectors of the sum of outer products, in float64. What a rewind takes tokens of keeps its directions. Exact
+    keys, which lie in files, are then dropped from memory; a step reads some of them again.
     """
 
     _coded: PerRow
@@ -81,6 +84,9 @@ class KeyDirections(SessionObserver, CallWatcher):
         self._coded = np.where(due, lengths, self._coded)
         for start, end in stretches:
             self._factor(backend, start, end, directions)
+        held = backend.buffers()
+        names = (name_of(Part.KEYS, layer) for layer in self.plan.layers)
+        put_away(held[name] for name in names if name in held)
         return None
 
     def undo(self, backend: BackendSession, lengths: Ints) -> bool:

@@ -1,6 +1,7 @@
 """Training of the coprocessor of `cache-augment`, beside a model that stays as it is (arXiv:2412.17747).
 
-At several random places of a row latents are inserted, and the loss is that of the next `AHEAD` tokens behind each.
+At several random places of a row latents are inserted, and the loss is that of the next `AHEAD` tokens, of those from
+the method's `behind` on.
 All insertions run at once: a mask lets the latents of one see the row before it alone, and the tokens behind them that
 and these latents, at the positions that they have in a session.
 """
@@ -92,12 +93,13 @@ class Augmented:
         return found
 
     def losses(self, parts: Parts, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of the AHEAD tokens from each of `places` [I] of rows [B,T+1] on, behind latents that are
-        inserted there, and without them: [B,I,AHEAD].
+        """Cross-entropy of AHEAD tokens, the first `behind` tokens after each of `places` [I] of rows [B,T+1], with
+        latents that are inserted at the place, and without them: [B,I,AHEAD].
         """
         latents, (batch, length) = self.method.latents, (len(ids), ids.shape[1] - 1)
-        count, width = len(places), self.method.latents + AHEAD - 1
-        steps = torch.arange(AHEAD)
+        behind = self.method.behind
+        count, width = len(places), latents + behind + AHEAD - 1
+        steps = behind + torch.arange(AHEAD)
         target = ids[:, places[:, None] + steps]  # [B,I,A]
         with torch.no_grad():
             given = self.inputs(ids[:, :-1], count * width)
@@ -111,8 +113,10 @@ class Augmented:
         call = self._call(places, latents, batch, length)
         seen = visible(places, latents, length, length + count * width)
         made = self._run(self.second, {**before, **call, "tokens": numbers}, seen, own)[LATENTS]
-        read = ids[:, places[:, None] + steps[:-1]]  # the last one is only predicted
-        read = self.embeddings(read.flatten(1)).unflatten(1, (count, AHEAD - 1))
+        read = ids[
+            :, places[:, None] + torch.arange(behind + AHEAD - 1)
+        ]  # the last one is only predicted
+        read = self.embeddings(read.flatten(1)).unflatten(1, (count, behind + AHEAD - 1))
         stream = torch.cat((made.unflatten(1, (count, latents)), read), 2).flatten(1, 2)
         call = self._call(places, width, batch, length)
         asked = torch.arange(count)[:, None] * width + latents - 1 + steps
@@ -196,10 +200,11 @@ class AugmentRun(Run):
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1], at random places."""
         generator = torch.Generator().manual_seed(self.options.seed + self.step)
-        last = ids.shape[1] - AHEAD
+        behind = self.soft.method.behind
+        last = ids.shape[1] - AHEAD - behind
         places = 1 + torch.randperm(last, generator=generator)[:INSERTIONS].sort().values
         found, without = self.soft.losses(self.parts, ids, places)
-        weight = known[:, places[:, None] - 1 + torch.arange(AHEAD)]
+        weight = known[:, places[:, None] - 1 + behind + torch.arange(AHEAD)]
         total = weight.sum().clamp(min=1)
         loss = (found * weight).sum() / total
         self.descend(loss)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from accel.compiler.load.second_model import second_model
-from accel.compiler.measure import measure, rows_for
+from accel.compiler.measure import measure
 from accel.compiler.pipeline import pipeline
 from accel.compiler.train.kind import Kind, Made
 from accel.compiler.train.options import TrainOptions
@@ -31,11 +31,7 @@ class Measured(Kind):
             program.second_model = second_model(
                 [method], pipeline(), program.facts, source.tokenizer
             )
-        how = options.length, options.rows, options.seed
-        if source.own_rows is None and source.text is None and source.tokenizer is not None:
-            rows = rows_for(method, source.tokenizer, *how)
-        else:
-            rows = source.rows(*how)
+        rows = source.rows_of(method, options.length, options.rows, options.seed)
         told = options.as_text("samples", "length", "rows", "seed")
         file = measure(method, program, rows, told, options.out, source.progress, source.say)
         return Made(file, f"{options.samples * options.rows} rows of {options.length} tokens")

@@ -34,14 +34,14 @@ from ....prefill_case import CONTEXT, LENGTHS, TOKENS, built, far, module
 from ....session_ways import variants
 from ....test_sharing import gemma3n
 
-N, AFTER = 3, 4
+N, AFTER, BEHIND = 3, 4, 5
 ROWS = TOKENS[:, : LENGTHS.max()]
 
 
-def made(name="llama"):
+def made(name="llama", behind=0):
     """A coprocessor of random numbers beside a module, and its parts."""
     program = over_state(capture(module(name), max_context=CONTEXT))
-    soft = Augmented(program, CacheAugment(latents=N))
+    soft = Augmented(program, CacheAugment(latents=N, behind=behind))
     parts, generator = soft.start(2, 0), torch.Generator().manual_seed(1)
     for key, tensor in parts[ALL].items():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -50,12 +50,24 @@ def made(name="llama"):
     return soft, parts
 
 
+def kept(made, folder):
+    soft, parts = made
+    file = folder / "coprocessor.safetensors"
+    write(soft.method, file, parts, soft.names, {})
+    options = {"trained": str(file), "latents": N, "behind": soft.method.behind}
+    return soft, parts, {"use": "cache-augment", **options}
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    soft, parts = made()
-    file = tmp_path_factory.mktemp("augment") / "coprocessor.safetensors"
-    write(soft.method, file, parts, soft.names, {})
-    return soft, parts, {"use": "cache-augment", "trained": str(file), "latents": N}
+    """Latents come last."""
+    return kept(made(), tmp_path_factory.mktemp("augment"))
+
+
+@pytest.fixture(scope="module")
+def between(tmp_path_factory):
+    """They come before the last tokens of a prompt."""
+    return kept(made(behind=BEHIND), tmp_path_factory.mktemp("between"))
 
 
 def second(model, parts):
@@ -75,15 +87,17 @@ def second(model, parts):
 
 
 @torch.no_grad()
-def oracle(model, parts, row, after):
-    """Logits [1+n,V] after a prompt [T] that latents extend, and after tokens [n]."""
+def oracle(model, parts, row, after, behind=0):
+    """Logits [1+n,V] after a prompt [T] that latents extend, before its last tokens, and after tokens [n]."""
     coprocessor, lookup = second(model, parts), model.get_input_embeddings()
+    cut = max(1, len(row) - behind)
+    row, after = row[:cut], [*row[cut:], *after]
     past = model(torch.tensor(row)[None], use_cache=True).past_key_values
     own = coprocessor.model(inputs_embeds=parts[SOFT][None], past_key_values=copy.deepcopy(past))
     latents = own.last_hidden_state * parts[GAIN]
     stream = torch.cat((latents, lookup(torch.tensor(after)[None])), 1)
     found = model(inputs_embeds=stream, past_key_values=past).logits
-    return found[0, N - 1 :].numpy()
+    return found[0, N - 1 + len(after) - AFTER :].numpy()
 
 
 def prompted(model, tokens=ROWS, lengths=LENGTHS):
@@ -95,12 +109,25 @@ def prompted(model, tokens=ROWS, lengths=LENGTHS):
     return np.concatenate(out, axis=1), held
 
 
-def law_of_the_second_model(model, parts):
+def law_of_the_second_model(model, parts, behind=0):
     found, held = prompted(model)
     assert held.tolist() == (LENGTHS + N).tolist()
     for row, count, got in zip(ROWS, LENGTHS, found, strict=True):
         at = TOKENS[list(map(tuple, ROWS)).index(tuple(row)), 30 : 30 + AFTER]
-        assert far(got, oracle(module("llama"), parts, row[:count], at)) < 1e-4
+        assert far(got, oracle(module("llama"), parts, row[:count], at, behind)) < 1e-4
+
+
+def test_the_last_tokens_of_a_prompt_are_read_behind_latents(between):
+    _, parts, table = between
+    model = built("llama", **table)
+    law_of_the_second_model(model, parts[ALL], BEHIND)
+    with pytest.raises(AssertionError):
+        law_of_the_second_model(model, parts[ALL], BEHIND - 1)
+    other = built("llama", "onnx", **table)
+    assert far(prompted(other)[0], prompted(model)[0]) < 1e-4
+    with model.session(2) as session:  # a prompt of one token, and none
+        assert np.isfinite(session.prompt(ROWS[:2], [1, 0])).all()
+        assert session.lengths.tolist() == [1 + N, 0]
 
 
 def test_latents_are_those_of_a_changed_copy_and_onnx_is_eager(llama):
@@ -156,7 +183,7 @@ def test_no_latents_are_the_model(llama):
 def law_of_insertions(soft, parts):
     """The losses of several insertions at once are those of each alone, and of a session."""
     ids = torch.from_numpy(TOKENS[:2, :45])
-    places, table = torch.tensor([4, 9, 26]), {}
+    places, table = torch.tensor([4, 9, 24]), {}
     found, without = soft.losses(parts, ids, places)
     for i, place in enumerate(places):
         alone, _ = soft.losses(parts, ids, places[[i]])
@@ -166,9 +193,14 @@ def law_of_insertions(soft, parts):
     return table
 
 
-def test_an_insertion_does_not_depend_on_others_and_is_what_a_session_does(llama):
-    soft, parts, table = llama
+@pytest.mark.parametrize("which", ["llama", "between"])
+def test_an_insertion_does_not_depend_on_others_and_is_what_a_session_does(which, request):
+    law_of_sessions(*request.getfixturevalue(which))
+
+
+def law_of_sessions(soft, parts, table):
     for place, losses in law_of_insertions(soft, parts).items():
+        place += soft.method.behind
         with built("llama", **table).session(2) as session:
             out = [session.prompt(TOKENS[:2, :place])]
             out.append(session.run(TOKENS[:2, place : place + AHEAD - 1]))
@@ -193,14 +225,15 @@ def test_the_law_of_insertions_catches(llama, broken, monkeypatch):
         if broken == "others":
             law_of_insertions(soft, parts)
         else:
-            test_an_insertion_does_not_depend_on_others_and_is_what_a_session_does(llama)
+            law_of_sessions(soft, parts, table)
 
 
 @pytest.mark.long
 def test_training_makes_the_text_likelier_and_leaves_the_model(tmp_path):
     soft, parts = (
         Augmented(
-            over_state(capture(module("llama"), max_context=CONTEXT)), CacheAugment(latents=N)
+            over_state(capture(module("llama"), max_context=CONTEXT)),
+            CacheAugment(latents=N, behind=0),
         ),
         None,
     )
