@@ -258,7 +258,7 @@ def _launch(
     attend[(tiles, count, batch * groups * tiling.parts)](
         q, k, v, _or(k_scale, out), _or(v_scale, out), _or(key.more, out), _or(value.more, out),
         _or(key.least, out), _or(value.least, out), _or(key.finer, out), _or(value.finer, out),
-        _byte(value.coarse if key.coarse is None else key.coarse, q), q_pos.contiguous(), pos,
+        _flag((key, value), q), q_pos.contiguous(), pos,
         _or(form.bias, out), _or(form.sink, out),
         form.tree.contiguous().view(torch.uint8) if tree and form.tree is not None else out,
         form.first if tree else out, _or(ends, out), _or(form.starts, out), _or(part.table, out),
@@ -291,11 +291,13 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor.contiguous()
 
 
-def _byte(flag: Tensor | None, like: Tensor) -> Tensor:
-    """A bool [] as the kernel reads it; false where there is none."""
-    return (
-        like.new_zeros(1, dtype=torch.uint8) if flag is None else flag.reshape(1).view(torch.uint8)
-    )
+def _flag(codes: Sequence[Code], like: Tensor) -> Tensor:
+    """Whether finer codes are left out, a bool [] as the kernel reads it; anything where there are none."""
+    asked = [code.coarse for code in codes if code.coarse is not None]
+    if asked:
+        return asked[0].reshape(1).view(torch.uint8)
+    finer = any(code.finer is not None for code in codes)
+    return like.new_zeros(1, dtype=torch.uint8) if finer else like
 
 
 def _widest(device: str) -> int:
@@ -493,7 +495,7 @@ def drawn(
             k_scale = (part.scales or (None,))[0]
             draw[(-(-part.slots // tiling.block), batch * groups)](
                 q, k, _or(k_scale, out), _or(key.more, out), _or(key.least, out), _or(key.finer, out),
-                _byte(key.coarse, q), q_pos.contiguous(), pos, _or(bias, out),
+                _flag((key,), q), q_pos.contiguous(), pos, _or(bias, out),
                 tree.contiguous().view(torch.uint8) if grown and tree is not None else out, first if grown else out,
                 lse, share, out, scale, softcap or 1.0, window, tokens, part.slots, heads, groups,
                 0 if bias is None else bias.shape[-1], bias.shape[1] // 2 if bias is not None and mask == "full" else 0,

@@ -74,8 +74,25 @@ def linear(
     return out.view(*x.shape[:-1], len(q))
 
 
+def routes(ids: Tensor, count: int, block: int) -> tuple[Tensor, ...]:
+    """Rows by their expert, of `count`: an order of the rows; and of each tile of it, its expert, start and end. There
+    are as many tiles as may be needed, so that the host is asked nothing.
+    """
+    size = _rows_of_tile(-(-len(ids) // count), block)
+    order = ids.argsort(stable=True)
+    several = ids.new_zeros(count).index_add_(0, ids, torch.ones_like(ids))
+    tiles = (several + size - 1) // size
+    upto = tiles.cumsum(0)
+    number = torch.arange(min(len(ids), -(-len(ids) // size) + count), device=ids.device)
+    expert = torch.searchsorted(upto, number, right=True).clamp(max=count - 1)
+    ends = several.cumsum(0)[expert]
+    starts = ends - several[expert] + (number - (upto - tiles)[expert]) * size
+    tables = expert, starts, torch.minimum(starts + size, ends)
+    return order, *(table.int() for table in tables)
+
+
 def expert_linear(
-    ids: Tensor,
+    tables: tuple[Tensor, ...],
     codes: Tensor,
     steps: Tensor,
     q: Tensor,
@@ -84,20 +101,9 @@ def expert_linear(
     bits: int,
     block: int,
 ) -> Tensor:
-    """`quantized_expert_linear`, asking the host nothing: rows are sorted by expert, and those of each fill tiles of
-    their own, of which there are as many as may be needed.
-    """
-    count, size = len(q), _rows_of_tile(-(-len(ids) // len(q)), block)
-    order = ids.argsort(stable=True)
-    held = ids.new_zeros(count).index_add_(0, ids, torch.ones_like(ids))
-    tiles = ((held + size - 1) // size).cumsum(0)
-    number = torch.arange(min(len(ids), -(-len(ids) // size) + count), device=ids.device)
-    expert = torch.searchsorted(tiles, number, right=True).clamp(max=count - 1)
-    ends = held.cumsum(0)[expert]
-    before = (tiles - (held + size - 1) // size)[expert]
-    starts = ends - held[expert] + (number - before) * size
-    routes = order, *(t.int() for t in (expert, starts, torch.minimum(starts + size, ends)))
-    return _product(codes, steps, q, scales, zeros, None, bits, block, routes, size)
+    """`quantized_expert_linear`; `tables`: what `routes` gives."""
+    size = _rows_of_tile(-(-len(codes) // len(q)), block)
+    return _product(codes, steps, q, scales, zeros, None, bits, block, tables, size)
 
 
 def _product(
@@ -171,4 +177,5 @@ def expert_linear_rule(
 ) -> Any:
     if b.value(x).dtype != torch.float32:
         return NotImplemented
-    return b.call(expert_linear, ids, *_rounded(b, x, block), q, scales, zeros, bits, block)
+    tables = b.once(routes, ids, int(b.shape(q)[0]), block)
+    return b.call(expert_linear, tables, *_rounded(b, x, block), q, scales, zeros, bits, block)
