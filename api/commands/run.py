@@ -165,6 +165,20 @@ class StructureOptions:
     ] = None
 
 
+@dataclass(frozen=True)
+class Built(options.Building):
+    """How a model is compiled, and what runs it."""
+
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What runs a model: onnx (ONNX Runtime on the CPU), triton (Triton kernels and CUDA graphs on a CUDA "
+            "GPU) or eager (PyTorch's reference; slow).",
+        ),
+    ] = "onnx"
+
+
 @options.grouped
 def run(
     context: typer.Context,
@@ -178,21 +192,13 @@ def run(
     *,
     prompts: PromptOptions,
     adapter: options.Adapter = None,
-    target: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="What runs a model: onnx (ONNX Runtime on the CPU), triton (Triton kernels and CUDA graphs on a CUDA "
-            "GPU) or eager (PyTorch's reference; slow).",
-        ),
-    ] = "onnx",
     max_new_tokens: options.MaxNewTokens = 64,
     sampling: options.Sampling,
     ends: StopOptions,
     more: OutputOptions,
     structure: StructureOptions,
     loading: options.Loading,
-    building: options.Building,
+    building: Built,
     as_json: options.Json = False,
 ) -> None:
     """Continue a prompt and stream the text.
@@ -225,7 +231,7 @@ def run(
         "adapter": adapter,
         "sampling_params": params,
     }
-    opened = open_model(path, context, target=target, **vars(loading), **building.options())
+    opened = open_model(path, context, **vars(loading), **building.options())
     with opened as model, _scorer(more.scorer) as settings["scorer"]:
         if prompts.save_session is not None:
             if prompts.session is not None:

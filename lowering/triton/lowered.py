@@ -27,7 +27,7 @@ _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
 
 @dataclass(frozen=True)
 class Compiled:
-    """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers. `told`: inputs
+    """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers. `plan`: inputs
     that the host's branches go by, whose values it takes, too. `waits`: it has a branch whose flag the device
     computes.
     """
@@ -37,25 +37,25 @@ class Compiled:
     outputs: list[str]
     states: list[str]
     defaults: dict[str, Tensor]  # of the inputs that a caller may leave out
-    told: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()
     waits: bool = False
 
     def __call__(
-        self, args: Sequence[Any], said: Sequence[Any] | None = None
+        self, args: Sequence[Any], plan: Sequence[Any] | None = None
     ) -> tuple[Tensor, ...]:
-        """What the entry gives for its inputs, in order. said: the values of `told` (None: they are read off the
+        """What the entry gives for its inputs, in order. plan: the values of `plan` (None: they are read off the
         inputs).
         """
-        if said is None:
-            said = tuple(told(self, dict(zip(self.inputs, args, strict=True))).values())
+        if plan is None:
+            plan = tuple(plan_of(self, dict(zip(self.inputs, args, strict=True))).values())
         with _ONE_AT_A_TIME if triton.interpreted() else nullcontext(), torch.no_grad():
-            found: tuple[Tensor, ...] = self.module(*args, *said)
+            found: tuple[Tensor, ...] = self.module(*args, *plan)
         return found
 
 
-def told(compiled: Compiled, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+def plan_of(compiled: Compiled, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the host's branches go by, of the inputs that are there: a bool, or a tuple of them."""
-    values = {n: inputs[n].tolist() for n in compiled.told if n in inputs}
+    values = {n: inputs[n].tolist() for n in compiled.plan if n in inputs}
     return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
 
 
@@ -102,7 +102,7 @@ def lower_program(program: Program, device_params: dict[str, Tensor] | None = No
         defaults = {n: value.to(device) for n, value in entry.defaults.items()}
         lowered.compiled[name] = Compiled(
             *(builder.module(), entry.inputs, outputs, states, defaults),
-            tuple(builder.told),
+            tuple(builder.plan),
             builder.waits,
         )
     return lowered

@@ -52,15 +52,15 @@ class Distant(NDArrayOperatorsMixin):
     some more, and anything else all of them, once for a call. They stay what they are when the next call runs.
     """
 
-    def __init__(self, held: _Held, rows: Ints, real: npt.NDArray[np.bool_] | None = None):
-        """rows [...]: numbers of rows of `held`. real [R]: those of tokens; others are read as 0."""
-        self._held, self._rows, self._real = held, rows, real
+    def __init__(self, numbers: _Held, rows: Ints, real: npt.NDArray[np.bool_] | None = None):
+        """rows [...]: which rows of `numbers`. real [R]: those of tokens; others are read as 0."""
+        self._held, self._rows, self._real = numbers, rows, real
 
     @classmethod
     def of(cls, source: Source, tokens: Ints, values: Floats, width: int) -> Distant:
         """Logits [B,N,width] of a source, by the largest of each: its token and itself, [B,N]."""
-        held = _Held(source, tokens.reshape(-1), values.reshape(-1), width)
-        return cls(held, np.arange(tokens.size).reshape(tokens.shape))
+        numbers = _Held(source, tokens.reshape(-1), values.reshape(-1), width)
+        return cls(numbers, np.arange(tokens.size).reshape(tokens.shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,10 +96,10 @@ class Distant(NDArrayOperatorsMixin):
         """Its logit [...]."""
         return self._of_best("values", axis, "max")
 
-    def _of_best(self, kept: str, axis: int | None, name: str) -> Any:
+    def _of_best(self, part: str, axis: int | None, name: str) -> Any:
         if axis not in ((None, -1, 0) if self.ndim == 1 else (-1, self.ndim - 1)):
             return getattr(np.asarray(self), name)(axis)
-        found = getattr(self._held, kept)[self._rows]
+        found = getattr(self._held, part)[self._rows]
         return found if self._real is None else np.where(self._real[self._rows], found, 0)[()]
 
     def largest(self, count: int) -> tuple[Ints, Floats] | None:

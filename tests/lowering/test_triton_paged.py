@@ -104,7 +104,7 @@ def test_no_memory_on_the_device_is_said_and_the_session_goes_on(monkeypatch):
             session.run(np.array([[3, 4, 5]]))
             compiled = session._core.backend._compiled
 
-            def full(args):
+            def full(args, plan):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
             monkeypatch.setattr(session._core.backend, "_compiled", _Full(compiled, full))
@@ -123,5 +123,5 @@ class _Full:
     def __getattr__(self, name):
         return getattr(self._compiled, name)
 
-    def __call__(self, args):
-        return self._call(args)
+    def __call__(self, args, plan):
+        return self._call(args, plan)

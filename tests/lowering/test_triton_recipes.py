@@ -9,6 +9,7 @@ from accel.ir.recipe import Recipe, bundled
 
 from .test_triton_models import beside
 
+QUICK = {"quest", "by-branch"}  # by default: a selection of pages, branches of the host
 PROMPTS = [[5, 9, 40, 7, 5, 9, 40, 7, 5, 9], [7, 7, 30]]
 
 
@@ -32,8 +33,10 @@ def unlike(runner: matrix.Matrix, name: str) -> str:
         want, got = driven(eager), driven(model)
         if said := matrix.different(want, got, rounded, turns):
             return said
+        if turns or rounded > matrix.EXACT:  # rounding may turn a close choice of a token
+            return ""
         tokens = [m.generate(PROMPTS, 4, eos=[]).tokens for m in (eager, model)]
-        return "" if turns or tokens[0] == tokens[1] else f"tokens: {tokens[0]} and {tokens[1]}"
+        return "" if tokens[0] == tokens[1] else f"tokens: {tokens[0]} and {tokens[1]}"
 
 
 def driven(model):
@@ -53,8 +56,9 @@ def driven(model):
     return seen
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", bundled())
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in bundled()]
+)
 def test_a_recipe_is_as_on_the_eager_target(runner, name):
     try:
         said = unlike(runner, name)
@@ -68,4 +72,4 @@ def test_what_differs_is_seen(runner, monkeypatch):
 
     right = sessions._Lying.whole
     monkeypatch.setattr(sessions._Lying, "whole", lambda self: right(self) + 0.1)
-    assert "logits differ" in unlike(runner, "float16")
+    assert "logits differ" in unlike(runner, "base")

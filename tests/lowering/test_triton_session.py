@@ -316,7 +316,7 @@ def test_a_plan_is_decided_on_the_host_and_recorded(recorders):
         beside(eager) as model,
     ):
         compiled = model.program.compiled["step"]
-        assert compiled.told == ("run_layers",) and not compiled.waits
+        assert compiled.plan == ("run_layers",) and not compiled.waits
         with model.session() as session, eager.session() as other:
 
             def both(token, ours=session, theirs=other, plan=None):
@@ -362,7 +362,7 @@ class Nothing:
         pass
 
 
-def launches(compiled, args, said=None):
+def launches(compiled, args, plan=None):
     """In place of a step's kernels: for each a call that does nothing."""
     for node in compiled.module.graph.nodes:
         id(node)

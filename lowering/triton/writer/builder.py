@@ -29,7 +29,7 @@ class Builder:
         self.tensors: dict[str, Tensor] = {} if tensors is None else tensors
         self.graph = fx.Graph()
         self.states: dict[str, fx.Node] = {}  # by name: those that the entry may write in place
-        self.told: dict[str, fx.Node] = {}  # by name: values of inputs that the host knows
+        self.plan: dict[str, fx.Node] = {}  # by name: values of inputs that the host knows
         self.waits = False  # whether a branch goes by what the device computes
         self._sayable: dict[fx.Node, str] = {}  # inputs whose values the host may know
         self._params: dict[str, fx.Node] = {}
@@ -136,9 +136,9 @@ class Builder:
 
     def say(self, name: str) -> fx.Node:
         """An input's value as the host knows it: a bool, or a tuple of them."""
-        if name not in self.told:
-            self.told[name] = self.graph.placeholder(f"said{len(self.told)}")
-        return self.told[name]
+        if name not in self.plan:
+            self.plan[name] = self.graph.placeholder(f"said{len(self.plan)}")
+        return self.plan[name]
 
     def _param(self, name: str) -> fx.Node:
         if name not in self._params:
@@ -240,9 +240,9 @@ class Side(Builder):
 
     def say(self, name: str) -> fx.Node:
         """The graph around says it."""
-        if name not in self.told:
-            self.told[name] = self._from_around(self._outer.say(name))
-        return self.told[name]
+        if name not in self.plan:
+            self.plan[name] = self._from_around(self._outer.say(name))
+        return self.plan[name]
 
     def _from_around(self, node: fx.Node) -> fx.Node:
         mine = self.graph.placeholder(f"y{len(self.extra)}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from accel.ir.adapters import ROWS
 from accel.ir.entries.step import LOGITS, STEP
 from accel.ir.state import Part
-from accel.lowering.triton.lowered import Compiled, Lowered, told
+from accel.lowering.triton.lowered import Compiled, Lowered, plan_of
 from accel.runtime.backends.eager import EagerSession
 from accel.runtime.backends.protocol import Compression, call_inputs
 from accel.runtime.backends.triton.memory import DeviceArray, room
@@ -43,7 +43,7 @@ class TritonSession(EagerSession):
             Any
         ] = []  # of the step, in its order: what lies there, and room for the rest
         self._places = {name: i for i, name in enumerate(self._compiled.inputs)}
-        self._told = told(self._compiled, self._compiled.defaults)
+        self._plan = plan_of(self._compiled, self._compiled.defaults)
         self._recorded: Recorded | None = None
         if not self._compiled.waits and (records := recorder(device)) is not None:
             self._recorded = Recorded(records, device)
@@ -61,7 +61,7 @@ class TritonSession(EagerSession):
             else:
                 there.copy_(torch.from_numpy(np.array(array)))
         given = {n: torch.from_numpy(np.array(a)) for n, a in values.items()}
-        self._told = self._told | told(self._compiled, given)
+        self._plan = self._plan | plan_of(self._compiled, given)
         if new:
             super().control(new)
             self._bind()
@@ -99,7 +99,7 @@ class TritonSession(EagerSession):
             if self._recorded is None or tokens.shape[1] > WIDEST or tokens.size > MOST_TOKENS:
                 *found, best = run(inputs.to(self._device, non_blocking=True))
             else:
-                key: Hashable = (sheet, *self._told.values())
+                key: Hashable = (sheet, *self._plan.values())
                 *found, best = self._recorded(key, inputs, run)
             out = dict(zip(self._compiled.outputs, found, strict=True))
             return Outputs(self._read(out[LOGITS], best), self._wanted(out, want))
@@ -109,7 +109,7 @@ class TritonSession(EagerSession):
         args = list(self._args)
         for name, value in sheet.views(inputs).items():
             args[self._places[name]] = value
-        found = self._compiled(args, tuple(self._told.values()))
+        found = self._compiled(args, tuple(self._plan.values()))
         return *found, _best(found[self._compiled.outputs.index(LOGITS)])
 
     def _read(self, logits: Tensor, best: Tensor) -> Logits:
@@ -183,7 +183,7 @@ class TritonSession(EagerSession):
         other = super().copy(rows)
         assert isinstance(other, TritonSession)
         other._controls = {n: t.clone() for n, t in self._controls.items()}  # written in place
-        other._told = self._told
+        other._plan = self._plan
         other._bind()
         return other
 
