@@ -90,6 +90,7 @@ def test_what_is_not_read_stays_on_the_disk(made):
 
 
 @linux
+@pytest.mark.long
 def test_exact_keys_of_a_prompt_are_not_in_memory(monkeypatch):
     """Of those a step reads its own chunk, a local one and outliers; chunks that it rebuilds stay on the disk."""
     few = {"use": "shadowkv", "page": 16, "tokens_read": 16 * 8, "outliers": 2, "local": 1}

@@ -3,14 +3,15 @@
 What is trained for the graph makes the model, run softly as the method will run it, give what the model alone gives
 (KL), predict its text, and stay within a budget; what has an aim of its own (`threshold-evict`) comes near to it; what
 leaves out layers or branches (`mod`) learns to predict the text by less; what absorbs evicted tokens, as `less`, makes
-up for them in each layer; what foretells attention (`tokenbutler`) or changes it (`leank`) learns from what the model
-reads of the text; the coprocessor of `cache-augment` predicts the text behind random places of it, and the embedding of
-`pause` that behind pauses; masks that draft (`s3d`) say the tokens that come; a length's head (`specdec-pp`) tells what
-of a draft stands; heads that draft (`eagle3`, `longspec`, `medusa`) learn what the model says; what a loop reads learns
-from a text (`adadec`), is searched on one (`draft-verify`) or several (`knn-ssd`), or learns from what the model
-answers (`learn2pd`, `adaptive-bok`, `atts`); a model that fills masks is tuned to be certain of its own answers
-(`dparallel`). Tunings are of no method: of a draft model to its target (`distillspec`, `adaspec`), and of a model to
-what a loop asks of it (`cllm`, `set-block`, `lud`). A table is measured instead. Each kind is a file in `runs/`.
+up for them in each layer; what foretells attention (`tokenbutler`) learns from what the model reads of the text, and
+what changes it (`leank`) in the model; the coprocessor of `cache-augment` predicts the text behind random places of it,
+and the embedding of `pause` that behind pauses; masks that draft (`s3d`) say the tokens that come; a length's head
+(`specdec-pp`) tells what of a draft stands; heads that draft (`eagle3`, `longspec`, `medusa`) learn what the model
+says; what a loop reads learns from a text (`adadec`), is searched on one (`draft-verify`) or several (`knn-ssd`), or
+learns from what the model answers (`learn2pd`, `adaptive-bok`, `atts`); a model that fills masks is tuned to be certain
+of its own answers (`dparallel`). Tunings are of no method: of a draft model to its target (`distillspec`, `adaspec`),
+and of a model to what a loop asks of it (`cllm`, `set-block`, `lud`). A table is measured instead. Each kind is a file
+in `runs/`.
 """
 
 from __future__ import annotations

@@ -93,12 +93,13 @@ class LeanK(Fitted, Base):
         return self._wrong(through, kept, rows)
 
     def _wrong(
-        self, weights: Mapping[int, Tensor], kept: Mapping[int, Tensor], rows: Rows
+        self, weights: Mapping[int, Tensor], channels: Mapping[int, Tensor], rows: Rows
     ) -> Tensor:
-        """weights [G,D] of each layer's channels; kept: bool, of those of which heads without any are dropped."""
+        """weights [G,D] of each layer's channels; channels: of those that are kept,
+        by which heads without any are dropped; empty: none is."""
 
         def instead(layer: int, x: Observed) -> Tensor:
-            some = kept[layer].any(1) if layer in kept else None
+            some = channels[layer].any(1) if layer in channels else None
             return self.attend(x, weights[layer], some)
 
         with torch.no_grad():

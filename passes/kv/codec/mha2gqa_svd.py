@@ -25,6 +25,7 @@ class Mha2gqaSvd(Tables, Base):
     """
 
     heads: int = option(2, least=1, most=64)
+    lacks = "heads removed from the weights, and the fine-tuning behind that"
     key: ClassVar[str] = "mha2gqa-svd"
     error = 8.0  # of random weights, whose heads have no common directions
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"heads": 1}, {"heads": 4})

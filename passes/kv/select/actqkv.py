@@ -39,7 +39,9 @@ class Actqkv(Tables, Units):
 
     The table has the mean and the variance of queries and the density of each layer, which the paper takes of the
     tokens before. The `best` keys are those with the largest product with the mean query; the paper takes those that
-    draw most attention of the tokens behind them, and keeps keys without positions.
+    draw most attention of the tokens behind them, and keeps keys without positions. On SmolLM2 blocks by either, and by
+    a mean of the tokens before, have as much of the attention, and more than by the table's numbers in another order;
+    without positions they have less (`tools/bench/block_vectors.py`).
 
     In the bundled model the density is nearly 1 in each layer (0.995 to 1.000): cosines lie within -1..1, so their
     softmax is flat, and layers share evenly.

@@ -26,7 +26,7 @@ from accel.passes.state.embedded import embedded, embedding_of, tidy
 from accel.passes.trained import ALL, Trained, first_product, last_hidden, read
 
 aten = torch.ops.aten
-SOFT, GAIN = "soft", "gain"  # of the trained part; and `<weight>.a`, `<weight>.b` of each product
+SOFT, GAIN, BASE = "soft", "gain", "base"  # of the trained part, and of each product two more
 NAME = "cache-augment"
 _LEAVE = "leave prefill.prune out for it"
 
@@ -39,9 +39,10 @@ class CacheAugment(Trained, Base):
     of all stay in the cache, and generation goes on behind them. The paper inserts at random places of a text, and so
     before tokens that are known; with `behind = 0` the latents are the last that the model reads.
 
-    The coprocessor is the model itself with a low-rank product added to each of its products (LoRA), and a gain on what
-    it gives; the paper trains a whole copy. The model's weights stay as they are. 0 latents: nothing is added.
-    Prompts of an empty session are extended, later ones of a conversation are not.
+    The coprocessor is the model itself with a low-rank product added to each of its products (LoRA), a gain on what
+    it gives, and trained embeddings that are added to that; the paper trains a whole copy. The model's weights stay as
+    they are. 0 latents: nothing is added. Prompts of an empty session are extended, later ones of a conversation are
+    not.
     """
 
     latents: int = option(4, least=0, most=512)
@@ -72,6 +73,7 @@ class CacheAugment(Trained, Base):
         entry = coprocessor(program)
         want: dict[str, tuple[int, ...]] = {
             SOFT: (-1, width_of(entry)),
+            BASE: (-1, width_of(entry)),
             GAIN: (width_of(entry),),
         }
         for name, (out, into) in shapes(program, entry).items():
@@ -82,6 +84,11 @@ class CacheAugment(Trained, Base):
         if wrong := [n for n, rank in ranks.items() if parts[f"{n}.b"].shape[0] != rank]:
             raise PassError(
                 f"cache-augment: {wrong[0]}.a and .b of its file are of two ranks; train it again for this model"
+            )
+        if len(parts[BASE]) != len(parts[SOFT]):
+            raise PassError(
+                f"cache-augment: its file has {len(parts[SOFT])} embeddings and {len(parts[BASE])} behind them; train "
+                "it again for this model"
             )
         if (there := len(parts[SOFT])) != self.latents:
             raise PassError(
@@ -142,7 +149,12 @@ def coprocessor(program: Program, parts: Mapping[str, Tensor] | None = None) -> 
             taken = editor.call(aten.index.Tensor, soft, [entry.input("tokens")])
         found.replace_all_uses_with(taken)
         with entry.graph.inserting_before(hidden.next):
-            given = editor.call(aten.mul.Tensor, hidden, editor.param(named(GAIN), parts[GAIN]))
+            large = editor.call(aten.mul.Tensor, hidden, editor.param(named(GAIN), parts[GAIN]))
+            base = editor.param(named(BASE), parts[BASE])
+            asked = editor.call(aten.gather.default, entry.input("tokens"), 1, entry.input("rows"))
+            given = editor.call(
+                aten.add.Tensor, large, editor.call(aten.index.Tensor, base, [asked])
+            )
     entry.set_outputs({LATENTS: given, **state})
     tidy(entry)
     if parts is not None:

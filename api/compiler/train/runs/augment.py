@@ -27,6 +27,7 @@ from accel.ir.region import Entry, Region
 from accel.ir.state import state_of, writes_state
 from accel.passes import run
 from accel.passes.prefill.prune.cache_augment import (
+    BASE,
     GAIN,
     NAME,
     SOFT,
@@ -41,8 +42,9 @@ from accel.passes.state.embedded import embedded, embedding_of
 from accel.passes.trained import ALL, Parts, first_product
 
 AHEAD = 16  # tokens behind an insertion that count
-INSERTIONS = 16  # of a row
+SPACING = 16  # tokens of a row for each insertion
 HIDDEN = -1e9  # added to a score
+_ADDED = 0.02
 
 
 class Augmented:
@@ -64,15 +66,18 @@ class Augmented:
         return first_product(self.program, self.plain)
 
     def start(self, inner: int, seed: int) -> Parts:
-        """Soft embeddings that are those of random tokens, products of rank `inner` that are 0, and a gain that makes
-        latents as large as embeddings.
+        """Soft embeddings that are those of random tokens, products of rank `inner` that are 0, a gain that makes what
+        the coprocessor adds a small part of an embedding; and what it adds to, the embedding of the token that ends a
+        text, which disturbs what follows least of those that were tried.
         """
         generator, size = torch.Generator().manual_seed(seed), self.program.facts.vocab_size
         tokens = torch.randint(0, size, (1, self.method.latents), generator=generator)
         soft = self.embeddings(tokens)[0]
         last = self._run(self.plain, self.inputs(tokens))[LATENTS]
         large = soft.square().mean().sqrt() / last.square().mean().sqrt()
-        parts = {SOFT: soft.clone(), GAIN: torch.full((width_of(self.plain),), float(large))}
+        gain = torch.full((width_of(self.plain),), _ADDED * float(large))
+        ends = torch.full_like(tokens, (self.program.facts.eos or [0])[0])
+        parts = {SOFT: soft.clone(), BASE: self.embeddings(ends)[0].clone(), GAIN: gain}
         for name, (out, into) in shapes(self.program, self.plain).items():
             a = torch.randn(into, inner, generator=generator) * into**-0.5
             parts |= {f"{name}.a": a, f"{name}.b": torch.zeros(inner, out)}
@@ -202,7 +207,8 @@ class AugmentRun(Run):
         generator = torch.Generator().manual_seed(self.options.seed + self.step)
         behind = self.soft.method.behind
         last = ids.shape[1] - AHEAD - behind
-        places = 1 + torch.randperm(last, generator=generator)[:INSERTIONS].sort().values
+        some = max(1, ids.shape[1] // SPACING)
+        places = 1 + torch.randperm(last, generator=generator)[:some].sort().values
         found, without = self.soft.losses(self.parts, ids, places)
         weight = known[:, places[:, None] - 1 + behind + torch.arange(AHEAD)]
         total = weight.sum().clamp(min=1)

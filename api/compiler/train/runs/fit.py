@@ -69,11 +69,9 @@ class Inside:
         def value(node: fx.Node, params: Any, inputs: Any, values: Mapping[fx.Node, Any]) -> Any:
             if node.target not in REFERENCES:
                 return compute(node, params, inputs, values)
-            args, kwargs = (
-                fx.node.map_arg(a, lambda n: operand(n, params, values))
-                for a in (node.args, node.kwargs)
-            )
-            layer = node.meta.get("layer")
+            args: Any = fx.node.map_arg(node.args, lambda n: operand(n, params, values))
+            kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: operand(n, params, values))
+            layer: Any = node.meta.get("layer")
             if instead is not None and node.target is attention.default and layer in self.keys:
                 x = Operands[Tensor](*args, **kwargs)
                 return instead(layer, Observed(x.q, x.k, x.v, form_with(x)))

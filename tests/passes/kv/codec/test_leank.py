@@ -1,6 +1,7 @@
 """LeanK: channels of the keys between sinks and window, learnt and dropped."""
 
 from dataclasses import replace
+from itertools import islice
 
 import models
 import numpy as np
@@ -124,6 +125,21 @@ def test_kept_channels_are_those_of_largest_alpha_in_aligned_numbers():
     assert told[7]["unread"].sum() == 2 and told[0]["unread"].sum() == 0
     raw = method_of(ratio=0.0, alignment=5).channels_kept(alphas)
     assert all(x.all() for x in raw.values())
+
+
+def test_examples_hide_what_they_ask_for():
+    """One fact tells it; the bundled text of the row does not."""
+    for example in islice(method_of().examples(0), 60):
+        (fact,), number = example.facts, example.answer.strip()
+        assert number.isdigit() and number in fact and example.answer not in example.question
+        named = [
+            word
+            for word in fact.replace('"', " ").replace(",", " ").split()
+            if word in example.question
+        ]
+        assert any(word[0].isupper() and word not in ("The", "What") for word in named)
+    first, again, other = (next(method_of().examples(seed)) for seed in (0, 0, 1))
+    assert first == again != other
 
 
 @pytest.fixture(scope="module")

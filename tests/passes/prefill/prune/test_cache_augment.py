@@ -24,7 +24,7 @@ from accel.ir.entries.augment import COPROCESS, EMBEDDED
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.invariants import PROVIDED
 from accel.ir.recipe import Recipe
-from accel.passes.prefill.prune.cache_augment import GAIN, SOFT, CacheAugment
+from accel.passes.prefill.prune.cache_augment import BASE, GAIN, SOFT, CacheAugment
 from accel.passes.trained import ALL, write
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.session.prompt.latents import PromptLatents
@@ -45,7 +45,7 @@ def made(name="llama", behind=0):
     parts, generator = soft.start(2, 0), torch.Generator().manual_seed(1)
     for key, tensor in parts[ALL].items():
         noise = torch.randn(tensor.shape, generator=generator)
-        tensor.copy_(tensor * (1 + 0.3 * noise) if key in (SOFT, GAIN) else 0.3 * noise)
+        tensor.copy_(tensor * (1 + 0.3 * noise) if key in (SOFT, GAIN, BASE) else 0.3 * noise)
         tensor.copy_(tensor.half())  # as its file holds it
     return soft, parts
 
@@ -94,7 +94,7 @@ def oracle(model, parts, row, after, behind=0):
     row, after = row[:cut], [*row[cut:], *after]
     past = model(torch.tensor(row)[None], use_cache=True).past_key_values
     own = coprocessor.model(inputs_embeds=parts[SOFT][None], past_key_values=copy.deepcopy(past))
-    latents = own.last_hidden_state * parts[GAIN]
+    latents = own.last_hidden_state * parts[GAIN] + parts[BASE]
     stream = torch.cat((latents, lookup(torch.tensor(after)[None])), 1)
     found = model(inputs_embeds=stream, past_key_values=past).logits
     return found[0, N - 1 + len(after) - AFTER :].numpy()
