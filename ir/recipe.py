@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -105,7 +107,19 @@ def groups() -> list[Group]:
 
 def bundled() -> dict[str, Traversable]:
     """Name -> file of every bundled recipe, sorted by name."""
-    folders = files("accel.recipes").iterdir()
+    folders = list(files("accel.recipes").iterdir())
+    if not all(isinstance(folder, Path) for folder in folders):  # in a zip file
+        return _sorted(folders)
+    return dict(_unchanged(tuple((f, os.stat(str(f)).st_mtime_ns) for f in folders)))
+
+
+@cache
+def _unchanged(folders: tuple[tuple[Traversable, int], ...]) -> dict[str, Traversable]:
+    """Of folders that last changed then: a scan takes milliseconds, and each load of a recipe asks for one."""
+    return _sorted(folder for folder, _ in folders)
+
+
+def _sorted(folders: Iterable[Traversable]) -> dict[str, Traversable]:
     return dict(sorted(pair for folder in folders for pair in _recipes(folder).items()))
 
 

@@ -30,6 +30,7 @@ from accel.lowering.onnx.variants import NATIVE
 from accel.passes import run
 from accel.runtime.backends import clock
 from accel.runtime.backends.onnx import tune
+from accel.runtime.decode import costs
 
 from . import captures, sampled, traces
 from .once import made_once
@@ -73,7 +74,7 @@ def native_first(sessions, runs, limit):
 
 
 # A busy machine must decide nothing: how wide calls are moves the last digits of logits.
-REAL = clock.now, clock.host_now, tune._turns
+REAL = clock.now, clock.host_now, tune._turns, costs.ROUNDS
 
 
 @pytest.fixture
@@ -82,6 +83,7 @@ def real_time(monkeypatch):
     monkeypatch.setattr(clock, "now", REAL[0])
     monkeypatch.setattr(clock, "host_now", REAL[1])
     monkeypatch.setattr(tune, "_turns", REAL[2])
+    monkeypatch.setattr(costs, "ROUNDS", REAL[3])
 
 
 def pytest_configure(config):
@@ -90,6 +92,7 @@ def pytest_configure(config):
     models are the user's.
     """
     clock.now, clock.host_now, tune._turns = Ticks(), no_time, native_first
+    costs.ROUNDS = 1  # of calls that all take as long by that clock
     if hasattr(config, "workerinput"):
         return
     run, patch = Path(tempfile.mkdtemp(prefix="accel-tests-")), pytest.MonkeyPatch()

@@ -2,15 +2,17 @@
 
 import ast
 import re
+from functools import cache
 
 import pytest
 
-from .test_layers import MODULES, trees
+from .test_layers import MODULES, trees, written
 
 LINES, PARAMETERS = 80, 12
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
 def functions(tree: ast.AST) -> list[Function]:
     """All but kernels, whose parameters and lines are those of a device."""
     found = [node for node in ast.walk(tree) if isinstance(node, Function)]
@@ -74,7 +76,7 @@ def classes(found: dict[str, ast.Module]) -> dict[str, Class]:
     for module, tree in found.items():
         known = {
             alias.asname or alias.name: f"{node.module}.{alias.name}"
-            for node in ast.walk(tree)
+            for node in written(tree)
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }

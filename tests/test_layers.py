@@ -45,10 +45,16 @@ def trees() -> Trees:
     return parsed({name: path.read_text(encoding="utf-8") for name, path in MODULES.items()})
 
 
+@cache
+def written(tree: ast.AST) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a file, wherever in it."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(tree: ast.AST) -> set[str]:
     """Modules that a file imports, wherever in it, by full name."""
     found = set()
-    for node in ast.walk(tree):
+    for node in written(tree):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -69,11 +75,10 @@ def imports(trees: Trees) -> nx.DiGraph:
     """Module -> the modules of `trees` that it imports, wherever in it; a package only where nothing in it is meant."""
     graph = nx.DiGraph()
     for name, tree in trees.items():
-        for node in ast.walk(tree):
-            found = []
+        for node in written(tree):
             if isinstance(node, ast.Import):
                 found = [a.name for a in node.names]
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 inside = [f"{node.module}.{a.name}" for a in node.names]
                 found = [one if one in trees else str(node.module) for one in inside]
             graph.add_edges_from((name, one) for one in found if one in trees and one != name)

@@ -2,6 +2,7 @@
 and the file of anchors and plans, from texts of each kind.
 """
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -168,8 +169,13 @@ class Numbers:
         return [2] * special + [int(one) for one in text.split()]
 
 
+@cache
+def program():
+    return over_state(capture(module_of(LAYERS), max_context=64))
+
+
 class Loaded(Source):
-    program = over_state(capture(module_of(LAYERS), max_context=64))
+    program = property(lambda _: program())
 
 
 def texts(folder, **ranges):
