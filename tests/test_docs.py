@@ -20,6 +20,7 @@ from typer.main import get_command
 import accel
 from accel import cli
 from accel.commands import demo
+from accel.compiler import optimize as building
 from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture_inspected
@@ -112,9 +113,10 @@ def workplace(built, captures, tmp_path, monkeypatch):
 
     shutil.copytree(built, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("accel.compiler.optimize.capture_inspected", once)
     monkeypatch.setattr(accel, "optimize", partial(accel.optimize, verify=False))
-    return tmp_path
+    before, building.capture_inspected = building.capture_inspected, once
+    yield tmp_path  # not by monkeypatch, for builds share traces while nothing is replaced by it
+    building.capture_inspected = before
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import torch
 from accel.compiler.over_state import over_state
 from accel.ir.capture.capture import capture
 from accel.passes.kv.score.knorm import KNorm
+from accel.runtime.kv.budget.uniform import Uniform
+from accel.runtime.session.session import Session
 
 from . import traces
 from .kv_case import evicting, recipe
@@ -56,14 +58,23 @@ def test_what_a_test_replaces_is_traced_for_itself(monkeypatch):
     assert len(traces._made) == before and evicts(2).program.text() == plain
 
 
-@pytest.mark.parametrize("change", ["", "environment", "attribute", "item"])
+@pytest.mark.parametrize(
+    "change", ["", "environment", "attribute", "item", "method", "session", "module"]
+)
 def test_what_is_replaced_is_seen(monkeypatch, change):
+    """But what only runs programs, which no pass asks."""
     if change == "environment":
         monkeypatch.setenv("A_NAME", "1")
     elif change == "attribute":
         monkeypatch.setattr(torch, "relu", None)
     elif change == "item":
         monkeypatch.setitem({}, "a", 1)
-    assert traces.patched() == (change in ("attribute", "item"))
+    elif change == "method":
+        monkeypatch.setattr(Uniform, "shares", None, raising=False)  # a pass may hold it
+    elif change == "session":
+        monkeypatch.setattr(Session, "run", None)
+    elif change == "module":
+        monkeypatch.setattr("accel.runtime.session.core.CHUNK", 4)
+    assert traces.patched() == (change in ("attribute", "item", "method"))
     monkeypatch.undo()
     assert not traces.patched()

@@ -8,6 +8,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -17,6 +18,11 @@ import torch
 from accel.ir.program import Program
 
 KEPT = 400  # the last ones that were made
+RUNTIME = ("backends", "decode", "model", "serve", "session", "speculation")
+BEHIND = (
+    *(f"accel.runtime.{name}." for name in RUNTIME),
+    *(f"accel.{name}." for name in ("cli", "commands", "ray", "serve")),
+)
 _made: OrderedDict[Any, Any] = OrderedDict()
 _patches: WeakSet[pytest.MonkeyPatch] = WeakSet()
 
@@ -61,10 +67,19 @@ def shared(program: Program) -> Program:
     return replace(program, traces=Traces(program.facts.max_context))
 
 
+def behind(owner: Any) -> bool:
+    """Whether it is of what runs programs, commands or a server: no pass imports these."""
+    kind = owner if isinstance(owner, type | ModuleType) else type(owner)
+    name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
+    return name in ("accel", "sys") or f"{name}.".startswith(BEHIND)
+
+
 def patched() -> bool:
-    """Whether something other than the environment, and what pytest itself holds, is replaced now."""
+    """Whether something is replaced now that a program may depend on: not the environment, nor what pytest itself
+    holds.
+    """
     return any(
-        any(not isinstance(owner, pytest.Config) for owner, *_ in patch._setattr)
+        any(not (isinstance(one, pytest.Config) or behind(one)) for one, *_ in patch._setattr)
         or any(place is not os.environ for place, *_ in patch._setitem)
         for patch in _patches
     )
