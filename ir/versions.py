@@ -55,6 +55,9 @@ def remembered_sizes() -> Iterator[None]:
     """Inside, what comes of two symbolic sizes is computed once. Fake tensors ask of each operator again how its
     strides follow from its sizes, and torch does the algebra anew each time: a fifth of an export.
     """
+    if hasattr(getattr(SymNode, f"_{_ARITHMETIC[0]}", None), _KNOWN):  # within another
+        yield
+        return
     with contextlib.ExitStack() as undo:
         for name in (f"_{name}" for name in _ARITHMETIC):
             if hasattr(SymNode, name):  # torch's own names, which may change
@@ -79,6 +82,7 @@ def _remembered(name: str) -> Callable[[Any, Any], Any]:
         made.__dict__.update(found.__dict__)
         return made
 
+    setattr(result, _KNOWN, True)
     return result
 
 

@@ -13,6 +13,7 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError, PassError, RecipeError
 from accel.ir.facts import Facts
 from accel.ir.program import Program
+from accel.ir.versions import remembered_sizes
 from accel.ir.weights import Pages
 
 
@@ -98,6 +99,7 @@ Check = Callable[[Program, Pass], float]
 Watch = Callable[[Pass, Step, Program], None]
 
 
+@remembered_sizes()
 def run(
     program: Program,
     passes: Sequence[Pass],

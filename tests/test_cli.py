@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 
 import models
 import pytest
@@ -267,27 +268,40 @@ def test_bench(artifact, monkeypatch):
 
 
 def test_light_commands_import_neither_torch_nor_transformers(artifact):
-    """In a fresh process each; and --help comes at once, without numpy even."""
-    code = (
-        "import sys; from accel import cli\n"
-        "try: cli.main()\n"
-        "finally: print(*sorted({'torch', 'transformers', 'numpy', 'rich', 'fastapi', 'ray', 'pyarrow'}"
-        " & sys.modules.keys()), file=sys.stderr)"
+    """Each in a process that holds what a fresh one does: a copy of one that has the command line loaded. And --help
+    comes at once, without numpy even.
+    """
+    code = textwrap.dedent(
+        """
+        import json, os, sys
+        from accel import cli
+        HEAVY = {"torch", "transformers", "numpy", "rich", "fastapi", "ray", "pyarrow"}
+        begun = sorted(HEAVY & sys.modules.keys())
+        for line in sys.stdin:
+            if (child := os.fork()) == 0:
+                ended = 1
+                try:
+                    sys.argv = ["accel-compile", *json.loads(line)]
+                    cli.main()
+                except SystemExit as end:
+                    ended = end.code or 0
+                print(json.dumps([ended, begun, sorted(HEAVY & sys.modules.keys())]), file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                os._exit(0)
+            os.waitpid(child, 0)
+        """
     )
-
-    def heavy(*arguments):
-        run = subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
-        )
-        assert run.returncode == 0, run.stderr
-        return set(run.stderr.splitlines()[-1].split())
-
-    for command in COMMANDS:
-        assert heavy(command, "--help") == set()
-    assert heavy("--version") == set()
-    assert heavy("inspect", artifact) <= {"numpy", "rich"}
-    assert heavy("recipes") <= {"rich"}
-    assert heavy("run", artifact, "--prompt", "0", "--max-new-tokens", "2") == {"numpy"}
+    asked = [[command, "--help"] for command in COMMANDS]
+    asked += [["--version"], ["inspect", artifact], ["recipes"]]
+    asked += [["run", artifact, "--prompt", "0", "--max-new-tokens", "2"]]
+    lines = "".join(json.dumps([str(word) for word in words]) + "\n" for words in asked)
+    done = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True)
+    told = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[")]
+    assert done.returncode == 0 and len(told) == len(asked), done.stderr
+    assert all(ended == 0 and begun == [] for ended, begun, _ in told), done.stderr
+    *light, inspect, recipes, run = (set(heavy) for *_, heavy in told)
+    assert not set().union(*light)
+    assert inspect <= {"numpy", "rich"} and recipes <= {"rich"} and run == {"numpy"}
 
 
 def test_help_has_examples_and_answers_at_once():

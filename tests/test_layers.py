@@ -8,6 +8,7 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+import statements
 
 ROOT = Path(__file__).parent.parent
 ORDER = ("ir", "passes", "lowering", "runtime", "api")
@@ -48,7 +49,7 @@ def trees() -> Trees:
 @cache
 def written(tree: ast.AST) -> list[ast.Import | ast.ImportFrom]:
     """The import statements of a file, wherever in it."""
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return statements.imports(tree)
 
 
 def imported(tree: ast.AST) -> set[str]:

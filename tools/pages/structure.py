@@ -13,6 +13,7 @@ from pathlib import Path
 
 import matplotlib
 import networkx as nx
+from statements import imports
 
 matplotlib.use("svg")
 from matplotlib import pyplot
@@ -43,7 +44,7 @@ def graph() -> nx.DiGraph:
     """Folder -> the folders that it imports."""
     known, found = modules(), nx.DiGraph()
     for path in known.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in imports(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom):
                 continue
             for name in (f"{node.module}.{alias.name}" for alias in node.names):
