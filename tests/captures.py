@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import Dim
 
 from accel.compiler import optimize
 from accel.compiler import rewrite as rewriting
@@ -36,10 +39,11 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype)
 STEPS = ("prepared", "check_weights", "export", "convert", "check")  # which a test may replace
 MODULE = (*vars(nn.Module()), "config")  # what every module holds
 FORMS = 64  # exports of modules without their weights
+USUAL = 127  # tokens of a text: a context of 128
 WAYS = ("repeats", "unroll", "forms", "lean")  # of an export, which a test may replace
 _real = capturing.capture_inspected
 _trace = exporting._traced
-_forms: OrderedDict[Hashable, tuple[Any, bool]] = OrderedDict()
+_forms: OrderedDict[Hashable, dict[float, tuple[Any, bool]]] = OrderedDict()  # by longest text
 _rewrite, _run = rewriting.rewrite, rewriting.run
 _made: OrderedDict[Hashable, Program] = OrderedDict()
 _fresh: OrderedDict[int, tuple[Program, Hashable]] = (
@@ -72,22 +76,42 @@ def shared(model: Any, traits: Any, stored: Any = None) -> Program:
 def traced(
     adapter: nn.Module, given: tuple[torch.Tensor, ...], shapes: Any, whole: bool
 ) -> tuple[Any, bool]:
-    """`_traced` of an export, or what it gave for a module of the same form, with the weights of this one."""
+    """`_traced` of an export, or what it gave for a module of the same form, with the weights of this one: for texts as
+    long or longer.
+    """
     plain = [(k, v) for k, v in sorted(vars(adapter).items()) if not k.startswith("_")]
     form = None if traces.patched() else key_of(adapter.model, plain, values=False)
     if form is None:
         return _trace(adapter, given, shapes, whole)
+    most = getattr(shapes[0].get(1), "max", None)
+    longest = most if isinstance(most, int) else math.inf
     ways = [getattr(exporting, name) for name in WAYS]
-    key = (form, *ways, *(tuple(x.shape) for x in given), repr(shapes), whole)
-    if key not in _forms:
-        program, repeated = _trace(adapter, given, shapes, whole)
-        _forms[key] = _with_values(program, {}), repeated
-        while len(_forms) > FORMS:
-            _forms.popitem(last=False)
-        return program, repeated
+    key = (form, *ways, *(tuple(x.shape) for x in given), len(shapes), whole)
+    known = _forms.setdefault(key, {})
     _forms.move_to_end(key)
-    program, repeated = _forms[key]
+    while len(_forms) > FORMS:
+        _forms.popitem(last=False)
+    long_enough = [other for other in known if other >= longest]
+    if not long_enough:
+        reached, program, repeated = _longest(adapter, given, shapes, whole, longest)
+        known[reached] = _with_values(program, {}), repeated
+        return program, repeated
+    program, repeated = known[min(long_enough)]
     return _with_values(program, dict(exporting._named_tensors(adapter))), repeated
+
+
+def _longest(
+    adapter: nn.Module, given: tuple[torch.Tensor, ...], shapes: Any, whole: bool, longest: float
+) -> tuple[float, Any, bool]:
+    """How long texts of an export may be, the program, and whether layers are copies: as most tests ask where the
+    module can, else as this one does.
+    """
+    if longest < USUAL:
+        size = Dim("T", min=1, max=USUAL)
+        wider = (*({**shape, 1: size} for shape in shapes[:2]), *shapes[2:])
+        with suppress(Exception):
+            return USUAL, *_trace(adapter, given, wider, whole)
+    return longest, *_trace(adapter, given, shapes, whole)
 
 
 def _with_values(program: Any, tensors: dict[str, torch.Tensor]) -> Any:

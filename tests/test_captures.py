@@ -133,6 +133,25 @@ def test_modules_that_differ_in_weights_alone_are_exported_once(exports):
     assert any(not torch.equal(a.params[name], b.params[name]) for name in b.params)
 
 
+def test_an_export_serves_shorter_texts(exports):
+    """Of a context of 64 it is as long as tests usually ask, unless the module cannot: its table may end before."""
+    texts = [capture(models.tiny(), max_context=n).text() for n in (64, 32, 128)]
+    assert len(exports) == 1 and len(set(texts)) == 1
+    capture(models.tiny(), max_context=200)
+    assert len(exports) == 2
+    count, real = [], captures._trace
+
+    def up_to_50(adapter, given, shapes, whole):
+        count.append(shapes[0][1].max)
+        if count[-1] > 50:
+            raise ValueError("a table ends there")
+        return real(adapter, given, shapes, whole)
+
+    captures._trace = up_to_50
+    assert capture(models.make("plain_latent", 1), max_context=48).facts.max_context == 48
+    assert count == [127, 47]
+
+
 @pytest.mark.parametrize("change", [hooked, other, own])
 def test_others_are_exported_anew(exports, change):
     capture(models.tiny(), max_context=64)
