@@ -6,10 +6,17 @@ from functools import cache
 
 import pytest
 
-from .test_layers import MODULES, trees, written
+from .test_layers import MODULES, forget, trees, written
 
 LINES, PARAMETERS = 80, 12
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten():
+    yield
+    forget()
+    functions.cache_clear()
 
 
 @cache

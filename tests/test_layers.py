@@ -46,6 +46,18 @@ def trees() -> Trees:
     return parsed({name: path.read_text(encoding="utf-8") for name, path in MODULES.items()})
 
 
+def forget() -> None:
+    """Trees of all sources take 200 MB of a worker's memory, of which it has a gigabyte."""
+    trees.cache_clear()
+    written.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten():
+    yield
+    forget()
+
+
 @cache
 def written(tree: ast.AST) -> list[ast.Import | ast.ImportFrom]:
     """The import statements of a file, wherever in it."""
