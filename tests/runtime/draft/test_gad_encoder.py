@@ -139,7 +139,7 @@ def facts(mask=MASK, **encoder):
         (facts(), SimpleNamespace(encoder=None), "the model has none whose source it could read"),
         (facts(vocab_size=80), facts(), "reads 80 tokens, and the model's 90 tokens"),
         (facts(features=(3, 7)), facts(), r"reads features \[3, 7\], and the model's 90 tokens"),
-        (facts(max_length=16), facts(), "takes 16 tokens, and the model's 32; build it with max_context = 32"),
+        (facts(max_length=16), facts(), "takes 16 tokens, and the model's 32; build it with max_context=32"),
     ],
 )  # fmt: skip
 def test_a_drafter_that_cannot_read_the_source_is_refused(tmp_path, draft, other, why):

@@ -96,13 +96,13 @@ def _load(path: Path, config: Config, target: Target) -> Loaded:
 
 
 def _renamed(
-    given: Mapping[str, Tensor], heads: int, blocks: int, one_for_all: bool
+    tensors: Mapping[str, Tensor], heads: int, blocks: int, one_for_all: bool
 ) -> dict[str, Tensor]:
     """Tensors of vLLM's layout by the authors' names: `token_map` as `d2t`, what all heads say tokens by as `_SHARED`,
     and a bias of 0 where blocks have none. Heads above `heads` are left out, as there; what has no place stays as it
     is, and is refused by its name.
     """
-    named = {name.removeprefix("medusa_heads."): tensor for name, tensor in given.items()}
+    named = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
     ids, found = named.pop(_MAP, None), dict[str, Tensor]()
     for name, tensor in named.items():
         if match := _BLOCK.match(name):
