@@ -126,6 +126,19 @@ def test_a_model_in_float32_stays_so_unless_a_recipe_says_otherwise(made, recipe
     assert not wide, "no step widens a weight"
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float32], ids=str)
+def test_a_report_says_what_is_rounded(dtype):
+    module = models.make("llama", 1).to(dtype)
+    with accel.optimize(module, target="triton", max_context=32, verify=False) as model:
+        notes = model.report["notes"]
+    said = [
+        "the program is in float32, its weights are stored in bfloat16",
+        "products with weights in bfloat16 round their inputs to it, and add in float32",
+    ]
+    assert [n for n in notes if n in said] == (said if dtype is BFLOAT16 else [])
+
+
 def test_what_is_stored_in_half_precision_is_found():
     half, wide = Stored(randn(np.random.default_rng(0), 4, 6).bfloat16()), Stored(torch.zeros(4, 6))
     widened = half.changed(torch.Tensor.float)
