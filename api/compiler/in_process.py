@@ -33,6 +33,10 @@ def in_process_model(
     if job.target == "triton":
         with job.part("lower", 0.8):
             program = lower_program(program, held)
+        for dtype in sorted({str(d).removeprefix("torch.") for d in program.halves.values()}):
+            program.facts.notes.append(
+                f"products with weights in {dtype} round their inputs to it, and add in float32"
+            )
         if check is not None:
             with job.part("verify", 0.9):
                 job.errors["triton"] = triton_error(program, check.cases, check.rounded)

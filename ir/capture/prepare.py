@@ -144,7 +144,7 @@ def _widened(
     found |= {s.source.dtype for t, s in stored.items() if s.blank.dtype != s.source.dtype}
     if found:
         names = " and ".join(sorted(str(d).removeprefix("torch.") for d in found))
-        notes.append(f"{names} weights are computed in float32")
+        notes.append(f"the program is in float32, its weights are stored in {names}")
     stored = dict(stored)
     if not narrow:
         return model, stored

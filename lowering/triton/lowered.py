@@ -20,7 +20,7 @@ from accel.ir.ties import TOPK
 from accel.lowering import triton
 from accel.lowering.triton import rules
 from accel.passes.check import codes_slack, differs, noise, quantile, token_errors
-from accel.passes.drive import run_both_ways
+from accel.passes.drive import run_both_ways, run_whole
 
 _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
 
@@ -61,10 +61,15 @@ def plan_of(compiled: Compiled, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
 
 @dataclass
 class Lowered(Program):
-    """A Program as it is, run by kernels. Its parameters are on the device, once."""
+    """A Program as it is, run by kernels. Its parameters are on the device, once: `tensors`, by name.
+
+    halves: those that lie in half precision, and to which type products round their inputs.
+    """
 
     device: str = "cpu"
     compiled: dict[str, Compiled] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    halves: dict[str, torch.dtype] = field(default_factory=dict)
 
     def run(self, entry: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run an entry; inputs and outputs by name, on the device. State is written in place: what is
@@ -87,14 +92,16 @@ def lower_program(program: Program, device_params: dict[str, Tensor] | None = No
     _load_rules()
     from accel.lowering.triton.writer import tuned
     from accel.lowering.triton.writer.builder import Builder
+    from accel.lowering.triton.writer.halves import stored_in_half
 
     tuned.begin()
     device = triton.device()
     same = {f.name: getattr(program, f.name) for f in fields(Program)}
     lowered = Lowered(**same, device=device)
     tensors = {} if device_params is None else device_params  # which all entries share
+    narrow = stored_in_half(program)
     for name, entry in program.entries.items():
-        builder = Builder(program, device, tensors)
+        builder = Builder(program, device, tensors, narrow)
         kind = kind_of(name)
         in_place = kind is not None and kind.in_place
         states = [i for i in entry.inputs if output_of(i) in entry.outputs] if in_place else []
@@ -105,6 +112,9 @@ def lower_program(program: Program, device_params: dict[str, Tensor] | None = No
             tuple(builder.plan),
             builder.waits,
         )
+    lowered.tensors = {name: tensors[name] for name in program.params if name in tensors}
+    whole = Builder(program, device, tensors, narrow)
+    lowered.halves = {n: t.dtype for n, t in lowered.tensors.items() if whole.in_half(n)}
     return lowered
 
 
@@ -114,16 +124,32 @@ def _load_rules() -> None:
         importlib.import_module(f"{rules.__name__}.{module.name}")
 
 
+def rounded_logits(lowered: Program, cases: Sequence[Tensor]) -> list[Tensor]:
+    """Logits of tokens by the reference, which rounds inputs of products with weights in half precision to their type;
+    none where there are no such weights.
+    """
+    from accel.lowering.triton.writer.halves import rounding
+
+    if not isinstance(lowered, Lowered) or not lowered.halves:
+        return []
+    same = {f.name: getattr(lowered, f.name) for f in fields(Program)}
+    program = rounding(Program(**same), lowered.halves)
+    with program.params.read_once():
+        return [run_whole(program, tokens) for tokens in cases]
+
+
 def triton_error(
     lowered: Program, cases: Sequence[tuple[Tensor, Tensor]], rounded: Sequence[Tensor] = ()
 ) -> float:
     """The largest error of a token over the cases (tokens [B,T], logits [B,T,V] with nothing rounded), relative to the
     largest logit, in one call and in several; where the cache rounds, and where products round their inputs as in the
-    `rounded` logits of each case, that of nine tokens in ten.
+    `rounded` logits of each case, that of nine tokens in ten. Where weights lie in half precision, the reference
+    computes these logits here.
 
     Raises:
         Miscompiled: the kernels compute something else.
     """
+    rounded = rounded_logits(lowered, [tokens for tokens, _ in cases]) or rounded
     slack, chooses = codes_slack(lowered), bool(lowered.nodes(TOPK))
     share = (0.5 if chooses else 0.9) if slack or rounded else 1.0
     bound, worst = max(1e-3, slack), 0.0

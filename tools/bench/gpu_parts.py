@@ -174,10 +174,19 @@ def filled(blank: torch.Tensor, seed: int) -> torch.Tensor:
     )
 
 
-def built(name: str, recipe: Any = "base", room: int = CONTEXTS[-1] + 256, bits: int = 0) -> Any:
-    """A model of a shape on the Triton target. Its weights are made on the device, and never on the host."""
+def built(
+    name: str,
+    recipe: Any = "base",
+    room: int = CONTEXTS[-1] + 256,
+    bits: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    """A model of a shape on the Triton target, whose matrices a checkpoint stores in `dtype`. Its weights are made on
+    the device, and never on the host.
+    """
     import accel
     from accel.lowering.triton.lowered import lower_program
+    from accel.lowering.triton.writer.halves import multiplied
     from accel.runtime.backends.triton.backend import TritonBackend
     from accel.runtime.model.compiled import CompiledModel
 
@@ -192,21 +201,32 @@ def built(name: str, recipe: Any = "base", room: int = CONTEXTS[-1] + 256, bits:
         )
     program = made.program
     assert program is not None
-    params = {
-        n: filled(program.params.blank(n), i)
-        for i, n in enumerate(program.params)
-        if not n.startswith("rope.")
-    }
+    blanks = {n: program.params.blank(n) for n in program.params if not n.startswith("rope.")}
+    for n in multiplied(program):
+        if n in blanks and blanks[n].dtype == torch.float32:
+            blanks[n] = blanks[n].to(dtype)
+    params = {n: filled(blank, i) for i, (n, blank) in enumerate(blanks.items())}
     lowered = lower_program(program, params)
     return CompiledModel(TritonBackend(lowered), made.facts, recipe=made.recipe, program=lowered)
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of all that a step reads of weights."""
-    params = model.program.params
-    own_head = any(n.startswith("lm_head") for n in params)  # else the embedding is the head, too
-    names = [n for n in params if not n.startswith("rope.")]
-    return sum(params.blank(n).nbytes for n in names if not (own_head and "embed_tokens" in n))
+def weight_bytes(model: Any) -> dict[str, int]:
+    """Bytes of all that a step reads of weights, as they lie on the device, by type."""
+    tensors = {n: t for n, t in model.program.tensors.items() if not n.startswith("rope.")}
+    own_head = any(n.startswith("lm_head") for n in tensors)  # else the embedding is the head, too
+    found: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if not (own_head and "embed_tokens" in name):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found[dtype] = found.get(dtype, 0) + tensor.nbytes
+    return found
+
+
+def add_weights(figures: Figures, label: str, model: Any) -> None:
+    """What a step reads of weights, in all and by type."""
+    read = weight_bytes(model)
+    each = "; ".join(f"{dtype} {count / 1e9:.3g} GB" for dtype, count in sorted(read.items()))
+    figures.add(f"{label}: weights that a step reads", sum(read.values()) / 1e9, "GB", each)
 
 
 def at_context(session: Any, tokens: int, more: int) -> None:
@@ -388,13 +408,7 @@ def decode(figures: Figures, name: str) -> None:
             "s",
             "capture, passes, weights on the device",
         )
-        read = weight_bytes(model)
-        figures.add(
-            f"{name}: weights that a step reads",
-            read / 1e9,
-            "GB",
-            "float32, as the program has them",
-        )
+        add_weights(figures, name, model)
         for context in CONTEXTS:
             for batch in BATCHES:
                 what = f"{name}: batch {batch}, context {context}"
@@ -420,6 +434,14 @@ def decode(figures: Figures, name: str) -> None:
         with figures.trying(f"{name}: kernels of a step", 5.0) as time_left:
             if time_left:
                 profiled(figures, name, model)
+        del model
+        what = f"{name} in float32: batch 1, context {CONTEXTS[0]}"
+        with figures.trying(what, 15.0) as time_left:
+            if time_left:
+                model = built(name, dtype=torch.float32)
+                add_weights(figures, f"{name} in float32", model)
+                median, least = decoding(model, 1, CONTEXTS[0])
+                figures.add(what, 1e3 * median, "ms a step", f"least {1e3 * least:.3f} ms")
 
 
 def profiled(figures: Figures, name: str, model: Any) -> None:
@@ -546,7 +568,7 @@ def peers(figures: Figures, name: str) -> None:
 
 
 def low_bit(figures: Figures, name: str) -> None:
-    """Weights of 8 and 4 bits, and halves."""
+    """Weights of 8 and 4 bits, and halves; matrices that a recipe leaves are in bfloat16."""
     for label, recipe, bits in (
         ("int8", {"weights": {"use": "int8"}, "kv.codec": {"use": "kv-float32"}}, 8),
         ("int4", {"weights": {"use": "int8"}, "kv.codec": {"use": "kv-float32"}}, 4),
@@ -556,9 +578,7 @@ def low_bit(figures: Figures, name: str) -> None:
             if not time_left:
                 continue
             model = built(name, recipe, bits=bits)
-            figures.add(
-                f"{name}, {label}: weights that a step reads", weight_bytes(model) / 1e9, "GB"
-            )
+            add_weights(figures, f"{name}, {label}", model)
             for batch in BATCHES[:2]:
                 median, least = decoding(model, batch, CONTEXTS[0])
                 what = f"{name}, {label}: batch {batch}, context {CONTEXTS[0]}"

@@ -13,6 +13,7 @@ from accel.ir.ties import TOPK, topk
 from accel.lowering.triton.kernels.add_norm import add_norm
 from accel.lowering.triton.kernels.gated import gated
 from accel.lowering.triton.kernels.leading import leading
+from accel.lowering.triton.rules.aten_halves import halved, product
 from accel.lowering.triton.writer.builder import Builder
 from accel.lowering.triton.writer.sizes import power, rows
 from accel.lowering.triton.writer.table import lower
@@ -109,9 +110,31 @@ def gate_rule(b: Builder, x: fx.Node, up: fx.Node, act: str) -> Any:
     return b.call(gate, x, up, act) if same else NotImplemented
 
 
+def expert_linear_in_half(
+    x: Tensor,
+    narrow: Tensor,
+    scales: Tensor | None,
+    ids: Tensor,
+    weight: Tensor,
+    transposed: bool,
+) -> Tensor:
+    """The same with weights in half precision, of x, of which `in_half` gave the rest."""
+    matrices = weight if transposed else weight.mT
+    if len(narrow) <= FEW:
+        out = product(narrow[:, None], matrices[ids]).squeeze(1)
+    else:
+        out = x.new_zeros(len(narrow), matrices.shape[2])
+        for expert in ids.unique().tolist():
+            own = (ids == expert).nonzero().flatten()
+            out[own] = product(narrow[own], matrices[expert])
+    return out if scales is None else out * scales
+
+
 @lower(experts.expert_linear.default)
-def expert_linear_rule(b: Builder, *operands: Any) -> Any:
-    return b.call(expert_linear, *operands)
+def expert_linear_rule(b: Builder, x: fx.Node, ids: fx.Node, weight: fx.Node, turned: bool) -> Any:
+    if weight not in b.halves:
+        return b.call(expert_linear, x, ids, weight, turned)
+    return b.call(expert_linear_in_half, x, *halved(b, x, weight), ids, weight, turned)
 
 
 @lower(TOPK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,21 +13,34 @@ from torch.fx.node import map_arg
 from accel.ir.program import Program
 from accel.ir.region import Conditional, Entry, Region, graphs_of
 from accel.ir.state import output_of
+from accel.ir.weights import Stored
+from accel.lowering.triton.writer.halves import HALVES, READERS, WIDEN
 from accel.lowering.triton.writer.table import lower
 
 aten = torch.ops.aten
 _SIZE = aten.sym_size.int
+_TO_FLOAT = {"dtype": torch.float32}
 
 
 class Builder:
     """What a rule sees: nodes of the new graph, the shapes of what they stand for, and calls to add."""
 
-    def __init__(self, program: Program, device: str, tensors: dict[str, Tensor] | None = None):
-        """`tensors`: parameters that other graphs have moved to the device already, by name."""
+    def __init__(
+        self,
+        program: Program,
+        device: str,
+        tensors: dict[str, Tensor] | None = None,
+        narrow: Mapping[str, Stored] | None = None,
+    ):
+        """`tensors`: parameters that other graphs have moved to the device already, by name. `narrow`: those that are
+        moved there in half precision, as they are stored.
+        """
         self.program = program
         self.device = device
         self.tensors: dict[str, Tensor] = {} if tensors is None else tensors
+        self.narrow: Mapping[str, Stored] = {} if narrow is None else narrow
         self.graph = fx.Graph()
+        self.halves: set[fx.Node] = set()  # parameters of float32 that lie in half precision
         self.states: dict[str, fx.Node] = {}  # by name: those that the entry may write in place
         self.plan: dict[str, fx.Node] = {}  # by name: values of inputs that the host knows
         self.waits = False  # whether a branch goes by what the device computes
@@ -89,6 +102,10 @@ class Builder:
             return self._param(str(node.target))
         args: Any = map_arg(node.args, env.__getitem__)
         kwargs: Any = map_arg(node.kwargs, env.__getitem__)
+        if node.target is WIDEN and args[0] in self.halves and kwargs == _TO_FLOAT:
+            return args[0]
+        if not isinstance(node.target, Region) or isinstance(node.target, Conditional):
+            args, kwargs = self._wide(node.target, args, kwargs)
         if isinstance(node.target, Conditional):
             rule = lower.rules.get(Conditional)
             made = NotImplemented if rule is None else rule(self, node.target, args)
@@ -143,9 +160,42 @@ class Builder:
     def _param(self, name: str) -> fx.Node:
         if name not in self._params:
             node = self.graph.create_node("get_attr", f"p{len(self._params)}")
-            node.meta["val"] = self.program.params.blank(name)
+            node.meta["val"] = self._blank(name)
             self._params[name] = node
+            if self.in_half(name):
+                self.halves.add(node)
         return self._params[name]
+
+    def in_half(self, name: str) -> bool:
+        """Whether a parameter lies in half precision where the program computes with it in float32."""
+        stored = self.program.params.blank(name).dtype
+        lies = self._blank(name).dtype
+        return lies in HALVES and (lies != stored or name in self.narrow)
+
+    def _blank(self, name: str) -> Tensor:
+        """A parameter as it lies on the device, on the meta device."""
+        if name in self.tensors:
+            return self.program.params.blank(name).to(self.tensors[name].dtype)
+        return self.narrow[name].blank if name in self.narrow else self.program.params.blank(name)
+
+    def _wide(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Operands with parameters in float32, but for the weight that a product reads as it lies."""
+
+        def widened(node: fx.Node) -> fx.Node:
+            if node not in self.halves:
+                return node
+            wide = self.once(Tensor.float, node)
+            wide.meta["val"] = self.value(node).float()
+            return wide
+
+        weight = READERS.get(target)
+        return (
+            tuple(a if i == weight else map_arg(a, widened) for i, a in enumerate(args)),
+            {
+                n: a if weight is not None and n == "weight" else map_arg(a, widened)
+                for n, a in kwargs.items()
+            },
+        )
 
     def _settle(self, next_states: dict[str, fx.Node]) -> None:
         """Leave each state's next value in its buffer: what was not written there is copied at the end."""
@@ -178,7 +228,8 @@ class Builder:
         for node in self.graph.find_nodes(op="get_attr"):
             name = names[str(node.target)]
             if name not in self.tensors:
-                self.tensors[name] = self.program.params[name].detach().to(self.device)
+                stored = self.narrow.get(name) or self.program.params.stored(name)
+                self.tensors[name] = stored.read().detach().to(self.device)
             root[str(node.target)] = self.tensors[name]
         self.graph.lint()
         return fx.GraphModule(root, self.graph)
@@ -192,7 +243,7 @@ class Side(Builder):
     """
 
     def __init__(self, outer: Builder, graph: fx.Graph, args: tuple[fx.Node, ...]):
-        super().__init__(outer.program, outer.device, outer.tensors)
+        super().__init__(outer.program, outer.device, outer.tensors, outer.narrow)
         self._outer = outer
         self.extra: dict[fx.Node, Any] = {}  # here -> around
         values: dict[str, fx.Node] = {}

@@ -33,4 +33,4 @@ class TritonBackend:
 
     def close(self) -> None:
         """Let go of the parameters on the device; they are freed when the last session closes."""
-        self.program.compiled = {}
+        self.program.compiled, self.program.tensors = {}, {}
