@@ -53,7 +53,6 @@ class CacheAugment(Trained, Base):
     stage = -1  # products have their own weights yet
     must_change = False
     by_position = True  # no token is chosen
-    breaks = Base.breaks | {Invariant.CALL_INDEPENDENT}  # a prompt's last tokens lie behind latents
     relies = Base.relies | {
         Invariant.ALL_LAYERS_RUN,
         Invariant.CALL_INDEPENDENT,

@@ -123,7 +123,7 @@ def batch(toy, prompts, sampler, length, drafter=None, limits=(24, 9, 17, 24), s
     widths, run = [], Session.run
 
     def counted(self, tokens, lengths=None, **options):
-        if self is session and np.shape(tokens)[1] > 1 and not options:
+        if self is session and np.shape(tokens)[1] > 1 and not options.keys() - {"here"}:
             counts = np.full(len(tokens), np.shape(tokens)[1]) if lengths is None else lengths
             widths.append(
                 (

@@ -19,10 +19,11 @@ from accel.compiler.smoke.tiny_models import small_model
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs import augment
 from accel.compiler.train.runs.augment import AHEAD, Augmented, AugmentRun
+from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.entries.augment import COPROCESS, EMBEDDED
 from accel.ir.errors import InputError, PassError, RecipeError
-from accel.ir.invariants import PROVIDED
+from accel.ir.invariants import PROVIDED, Invariant
 from accel.ir.recipe import Recipe
 from accel.passes.prefill.prune.cache_augment import BASE, GAIN, SOFT, CacheAugment
 from accel.passes.trained import ALL, write
@@ -349,4 +350,18 @@ def test_models_that_cannot_be_extended(llama, model, why):
 def test_what_it_breaks_fails_and_all_else_holds(llama):
     model = built("llama", **llama[2])
     found = {what for what, trial in TRIALS.items() if holds(trial, model)}
-    assert found == TRIALS.keys() - CacheAugment.breaks - PROVIDED
+    own = {Invariant.CALL_INDEPENDENT}  # which goes by where a prompt ends; see below
+    assert found == TRIALS.keys() - CacheAugment.breaks - PROVIDED - own
+
+
+def test_what_relies_on_how_a_prompt_is_cut_is_refused_beside_it():
+    """A prompt's last tokens lie behind latents. It relies on calls that do not matter itself, so it cannot break that;
+    what does as well is refused for tokens that do not run alone.
+    """
+    for axis in find_axes().values():
+        for name in axis.names():
+            relies = axis.method(name).relies
+            if isinstance(relies, property):  # it goes by the options
+                continue
+            if Invariant.CALL_INDEPENDENT in relies and name != "cache-augment":
+                assert relies & CacheAugment.breaks, name
