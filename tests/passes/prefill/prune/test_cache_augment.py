@@ -356,12 +356,16 @@ def test_what_it_breaks_fails_and_all_else_holds(llama):
 
 def test_what_relies_on_how_a_prompt_is_cut_is_refused_beside_it():
     """A prompt's last tokens lie behind latents. It relies on calls that do not matter itself, so it cannot break that;
-    what does as well is refused for tokens that do not run alone.
+    what does as well is refused for something else.
     """
-    for axis in find_axes().values():
+    tables, found = {"prefill.prune": {"use": "cache-augment"}}, 0
+    for axis_name, axis in find_axes().items():
         for name in axis.names():
             relies = axis.method(name).relies
-            if isinstance(relies, property):  # it goes by the options
+            if isinstance(relies, property) or axis_name == "prefill.prune":
                 continue
-            if Invariant.CALL_INDEPENDENT in relies and name != "cache-augment":
-                assert relies & CacheAugment.breaks, name
+            if Invariant.CALL_INDEPENDENT in relies:
+                with pytest.raises(RecipeError, match="relies on|conflict"):
+                    assemble(Recipe(tables={**tables, axis_name: {"use": name}}))
+                found += 1
+    assert found > 3
