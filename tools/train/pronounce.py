@@ -154,20 +154,22 @@ def rewrite_loss(model: nn.Module, sources: Tensor, texts: Tensor) -> Tensor:
 
 
 def drafter_loss(model: nn.Module, sources: Tensor, texts: Tensor) -> Tensor:
-    """Of masks behind a text that is cut at random, but for a share of as many as were wrong, which are told."""
-    cut = (torch.rand(len(texts), 1) * first(texts).sum(1, keepdim=True)).long()
-    hidden = torch.arange(TEXT) >= cut
+    """Of `TEXT` masks behind texts that are cut at one random place, but for a share of as many as were wrong, which are
+    told.
+    """
+    cut = int(torch.randint(TEXT, ()))
+    known = F.pad(texts[:, :cut], (1, 0), value=START)
+    wanted = F.pad(texts[:, cut:], (0, cut), value=END)
 
-    def said(hidden: Tensor) -> Tensor:
-        given = F.pad(texts.masked_fill(hidden, MASK), (1, 0), value=START)
+    def said(told: Tensor) -> Tensor:
+        given = torch.cat([known, wanted.masked_fill(~told, MASK)], 1)
         logits: Tensor = model(input_ids=sources, decoder_input_ids=given).logits
-        return logits[:, 1:]
+        return logits[:, 1 + cut :]
 
     with torch.no_grad():
-        wrong = ((said(hidden).argmax(-1) != texts) & hidden).sum(1, keepdim=True)
-    told = torch.rand(texts.shape) * hidden.sum(1, keepdim=True) < 0.4 * wrong
-    hidden = hidden & ~told
-    return F.cross_entropy(said(hidden)[hidden], texts[hidden], label_smoothing=0.1)
+        wrong = (said(torch.zeros_like(wanted, dtype=torch.bool)).argmax(-1) != wanted).sum(1, True)
+    told = torch.rand(wanted.shape) * TEXT < 0.4 * wrong
+    return F.cross_entropy(said(told)[~told], wanted[~told], label_smoothing=0.1)
 
 
 def links(out: Tensor, config: DaTransformerConfig) -> Tensor:
