@@ -154,7 +154,7 @@ def rewrite_loss(model: nn.Module, sources: Tensor, texts: Tensor) -> Tensor:
 
 
 def drafter_loss(model: nn.Module, sources: Tensor, texts: Tensor) -> Tensor:
-    """Of `TEXT` masks behind texts that are cut at one random place, but for a share of as many as were wrong, which are
+    """Of `TEXT` masks behind texts that are cut at one random place, but for 0.4 times as many as were wrong, which are
     told.
     """
     cut = int(torch.randint(TEXT, ()))
