@@ -9,8 +9,8 @@ its phones, without stress; one word in 20 is held out.
     rewrite   T5 whose decoder sees both ways: texts of random tokens are rewritten twice, for the loop `ut5`
     graph     DA-Transformer: the probability of a text over all paths of its graph, without glancing, for the loop
               `da-transformer`
-    drafter   T5 with one layer of decoder that sees both ways: a text is cut at random, masks follow, and some of those
-              that are wrong are told at once (glancing, arXiv:2203.16487), for the drafter `gad` of the first
+    drafter   BART with one layer of decoder that sees both ways: a text is cut at random, masks follow, and some that
+              are wrong are told (glancing, arXiv:2203.16487), for the drafter `gad` of the first
     subset    an any-order model over letters and phones, in two streams; half of the orders are from left to right,
               for the loop `assd`
 
@@ -35,7 +35,12 @@ import typer
 from rich.progress import Progress
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from accel.ir.capture.arch.any_order import AnyOrder, AnyOrderConfig
 from accel.ir.capture.arch.da_transformer import DaTransformer, DaTransformerConfig
@@ -70,10 +75,10 @@ def words(path: Path) -> tuple[list[Pair], list[Pair]]:
     return learnt, held
 
 
-def t5(both_ways: bool, decoder: int = 2) -> T5ForConditionalGeneration:
+def t5(both_ways: bool) -> T5ForConditionalGeneration:
     config = T5Config(
         vocab_size=VOCABULARY, d_model=WIDE, d_kv=32, num_heads=4, d_ff=4 * WIDE, num_layers=2,
-        num_decoder_layers=decoder, dropout_rate=0.0, decoder_start_token_id=START, pad_token_id=PAD, eos_token_id=END,
+        num_decoder_layers=2, dropout_rate=0.0, decoder_start_token_id=START, pad_token_id=PAD, eos_token_id=END,
     )  # fmt: skip
     model = T5ForConditionalGeneration(config)
     if both_ways:
@@ -81,9 +86,16 @@ def t5(both_ways: bool, decoder: int = 2) -> T5ForConditionalGeneration:
     return model
 
 
-def drafter() -> T5ForConditionalGeneration:
-    model = t5(True, decoder=1)
-    model.config.mask_token_id = MASK
+def drafter() -> BartForConditionalGeneration:
+    """Its places are learnt: T5's relative ones are alike for all that is ahead, so masks were not told apart."""
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=WIDE, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=4 * WIDE, decoder_ffn_dim=4 * WIDE, max_position_embeddings=64,
+        dropout=0.0, decoder_start_token_id=START, pad_token_id=PAD, eos_token_id=END, bos_token_id=START,
+        forced_eos_token_id=None, mask_token_id=MASK,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    model.model.decoder.config.is_causal = False
     return model
 
 
