@@ -37,7 +37,7 @@ def _is_head(path: Path, config: Config) -> bool:
 
 
 def _of_vllm(config: Config) -> bool:
-    return config.get("model_type") == "medusa" and "num_heads" in config and _HEADS not in config
+    return config.get("model_type") == "medusa" and "num_heads" in config
 
 
 def _vocabulary(config: Config) -> int:
@@ -73,7 +73,7 @@ def _load(path: Path, config: Config, target: Target) -> Loaded:
     width, vocabulary = number(path, config, "hidden_size"), number(path, config, "vocab_size")
     told, blocks = number(path, config, _HEADS), number(path, config, _BLOCKS, 0)
     tensors = dict(tensors_of(path))
-    if "num_heads" in config:
+    if _of_vllm(config):
         tensors = _renamed(tensors, told, blocks, bool(config.get("original_lm_head")))
     drafted, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
     shared = tensors.pop(_SHARED, None)
@@ -106,12 +106,8 @@ def _renamed(
     ids, found = named.pop(_MAP, None), dict[str, Tensor]()
     for name, tensor in named.items():
         if match := _BLOCK.match(name):
-            head, part = int(match[1]), f"{match[1]}.{match[2]}.linear"
-            if head < heads:
-                found[f"{part}.{match[3]}"] = tensor
-                found.setdefault(f"{part}.bias", tensor.new_zeros(len(tensor)))
-                if match[3] == "bias":
-                    found[f"{part}.bias"] = tensor
+            if int(match[1]) < heads:
+                found[f"{match[1]}.{match[2]}.linear.{match[3]}"] = tensor
             continue
         match = _WORDS.match(name)
         if match is None and name != _SHARED:
@@ -123,6 +119,9 @@ def _renamed(
             found[_SHARED] = tensor
         elif not one_for_all and int(match[1]) < heads:
             found[f"{match[1]}.{blocks}.weight"] = tensor
+    for name in [one for one in found if one.endswith("linear.weight")]:
+        bias = name.removesuffix("weight") + "bias"
+        found.setdefault(bias, found[name].new_zeros(len(found[name])))
     if ids is not None:
         found["d2t"] = ids.long() - torch.arange(len(ids))
     return found

@@ -244,9 +244,9 @@ def test_training_makes_the_text_likelier_and_leaves_the_model(tmp_path):
     run = AugmentRun(soft, parts, options, tmp_path / "run")
     ids, known = torch.from_numpy(TOKENS[:1, :45]), torch.ones(1, 44)
     first = run.learn(ids, known)
-    for _ in range(60):
+    for _ in range(240):
         last = run.learn(ids, known)
-    assert last["loss"] < 0.96 * last["without"] and last["loss"] < first["loss"]
+    assert last["loss"] < 0.9 * last["without"] and last["loss"] < first["loss"]
     assert all(torch.equal(t, before[n]) for n, t in soft.fixed.items())
 
 
@@ -348,15 +348,16 @@ def test_models_that_cannot_be_extended(llama, model, why):
 
 @pytest.mark.long
 def test_what_it_breaks_fails_and_all_else_holds(llama):
-    model = built("llama", **llama[2])
-    found = {what for what, trial in TRIALS.items() if holds(trial, model)}
-    own = {Invariant.CALL_INDEPENDENT}  # which goes by where a prompt ends; see below
-    assert found == TRIALS.keys() - CacheAugment.breaks - PROVIDED - own
+    """Latents lie where a prompt ends, so keys go by how it was cut; see below."""
+    wanted = TRIALS.keys() - CacheAugment.breaks - PROVIDED - {Invariant.CALL_INDEPENDENT}
+    for behind in (0, 2):
+        model = built("llama", **{**llama[2], "behind": behind})
+        assert {what for what, trial in TRIALS.items() if holds(trial, model)} == wanted
 
 
 def test_what_relies_on_how_a_prompt_is_cut_is_refused_beside_it():
-    """A prompt's last tokens lie behind latents. It relies on calls that do not matter itself, so it cannot break that;
-    what does as well is refused for something else.
+    """It relies on that itself, so it cannot say that it breaks it; what else relies on it is refused for another
+    reason.
     """
     tables, found = {"prefill.prune": {"use": "cache-augment"}}, 0
     for axis_name, axis in find_axes().items():
