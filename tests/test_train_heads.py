@@ -11,6 +11,7 @@ from accel.compiler.load.source import open_source
 from accel.compiler.train import stated
 from accel.compiler.train.kind import kind_of, trained_methods
 from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.precision import products_in
 from accel.compiler.train.runs import longspec, moa_spec
 from accel.compiler.train.runs.glide import BLOCK, block_mask
 from accel.compiler.train.source import Source
@@ -59,6 +60,19 @@ def test_a_run_learns_and_the_model_stays(opened, tmp_path, name):
     assert losses[-1] < losses[0] - 0.1
     for n, tensor in run.soft.program.params.items():
         assert torch.equal(tensor, before[n]), n
+
+
+def test_a_run_learns_in_bfloat16(opened, tmp_path):
+    run, rows = run_of(opened, "eagle3", tmp_path)
+    one, losses = next(rows), []
+    for _ in range(20):
+        with products_in("bfloat16"):
+            losses.append(run.learn(*one)["loss"])
+    assert losses[-1] < losses[0] - 0.1
+    assert all(t.dtype == torch.float32 for t in run.tensors)
+    exact, _ = run_of(opened, "eagle3", tmp_path)
+    assert exact.learn(*one)["loss"] == pytest.approx(losses[0], rel=0.01)
+    assert exact.learn(*one)["loss"] != losses[1]
 
 
 @pytest.mark.parametrize("name", METHODS)

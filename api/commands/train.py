@@ -142,6 +142,14 @@ class TrainingOptions:
     rate: Annotated[float | None, typer.Option(metavar="X", help=f"Learning rate. {_DEFAULT}")] = (
         None
     )
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of products with weights: float32 or bfloat16, which is faster where the processor multiplies it. "
+            "Default: float32.",
+        ),
+    ] = None
     seed: options.Seed = None
     threads: options.Threads = None
     resume: Annotated[

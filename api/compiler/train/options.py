@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from accel.ir.errors import InputError, shown
+from accel.compiler.train.precision import FLOAT32, PRECISIONS
+from accel.ir.errors import InputError, shown, unknown
 from accel.ir.parts import parts
 
 _POSITIVE = ("budget", "length", "rows", "samples", "inner", "minutes", "pressure", "rate")
@@ -16,13 +17,13 @@ _POSITIVE = ("budget", "length", "rows", "samples", "inner", "minutes", "pressur
 @dataclass(frozen=True)
 class TrainOptions:
     """out: the file to write; none: the user's cache. text: what to learn from; none: accel's own. tasks: JSON
-    lines, each a `prompt` and its `answer`, for what learns from what the model answers. draft, aux: the
-    folders of the draft model, for lengths, and of a smaller model, for kv-prediction. target, reference: those of a
-    draft model's target, and of a draft model that was tuned before, for tunings. minutes: of learning, all sessions.
+    lines, each a `prompt` and its `answer`, for what learns from what the model answers. draft, aux: the folders of
+    the draft model, for lengths, and of a smaller model, for kv-prediction. target, reference: those of a draft
+    model's target, and of a draft model that was tuned before, for tunings. minutes: of learning, all sessions.
     budget: tokens that a head should hold. pressure: the weight of what goes beyond it. length, rows: tokens of a
-    row, and rows of a step. samples: steps that a table is measured on. inner: the width of a gate or a head, or the
-    rank of a coprocessor's products. rate: of learning. threads: of the processor; 0: as many as a model takes.
-    resume: go on with a run that was left.
+    row, and rows of a step. precision: of products with weights. samples: steps that a table is measured on. inner:
+    the width of a gate or a head, or the rank of a coprocessor's products. rate: of learning. threads: of the
+    processor; 0: as many as a model takes. resume: go on with a run that was left.
     """
 
     out: Path | None = None
@@ -40,6 +41,7 @@ class TrainOptions:
     samples: int = 64
     inner: int = 128
     rate: float = 2e-3
+    precision: str = FLOAT32
     seed: int = 0
     threads: int = 0
     resume: bool = False
@@ -49,6 +51,8 @@ class TrainOptions:
             value = getattr(self, name)
             if not value > 0:
                 raise InputError(f"{name} is {shown(value)}; give more than 0")
+        if self.precision not in PRECISIONS:
+            raise InputError(unknown("precision", self.precision, PRECISIONS))
 
     @classmethod
     def of(cls, key: str, settings: Mapping[str, Any]) -> TrainOptions:

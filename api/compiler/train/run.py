@@ -19,6 +19,7 @@ from accel.compiler.measure import duration, kept_at, made_by, watched
 from accel.compiler.part_text import Batch
 from accel.compiler.train.kind import Kind, Made
 from accel.compiler.train.options import TrainOptions
+from accel.compiler.train.precision import products_in
 from accel.compiler.train.source import Source
 from accel.ir.errors import InputError
 from accel.ir.program import Program
@@ -27,7 +28,16 @@ from accel.passes.trained import Parts, write
 
 WARMUP = 20
 SAVED = 60.0  # seconds between two savings
-LEARNT_BY = "budget", "pressure", "length", "rows", "inner", "rate", "seed"  # of the options
+LEARNT_BY = (
+    "budget",
+    "pressure",
+    "length",
+    "rows",
+    "inner",
+    "rate",
+    "precision",
+    "seed",
+)  # of the options
 
 
 def state_of(out: Path) -> Path:
@@ -175,7 +185,9 @@ class Run(Kind):
         with self._signals():
             while not self.stopping and self.seconds < total:
                 start = time.monotonic()
-                found = self.learn(*next(rows))
+                batch = next(rows)
+                with products_in(self.options.precision):
+                    found = self.learn(*batch)
                 spent = time.monotonic() - start
                 self.seconds += spent
                 means = {
