@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,8 @@ class Learns(Trained, Base, ABC):
     """
 
     relies = Base.relies | {Invariant.FIXED_LAYERS}
+    # the share of the training behind which choices are fixed, and adapters learn
+    settled: ClassVar[float] = math.inf
 
     @property
     @abstractmethod
@@ -220,6 +223,26 @@ class Routed(Learns, ABC):
         return Report(changed=sum(map(len, sites)))
 
 
+def takes(
+    editor: Editor,
+    name: str,
+    method: Routed,
+    stream: fx.Node,
+    most: fx.Node,
+    learnt: Mapping[str, fx.Node],
+) -> Any:
+    """Which tokens [B,T] need what a router with these tensors stands before: none of those that it can spare by more
+    than `most`.
+    """
+    names = tuple(learnt)
+
+    def taken(x: Tensor, most: Tensor, *values: Tensor) -> Tensor:
+        return ~(method.spare(unit(x), **dict(zip(names, values, strict=True))) > most)
+
+    given = stream, most, *learnt.values()
+    return trace(editor, name, taken, *given, key=("takes", method, names))
+
+
 def route(
     program: Program,
     method: Routed,
@@ -247,13 +270,7 @@ def route(
     with region.graph.inserting_before(inner):
         learnt = {n: editor.param(f"router.{site.name}.{n}", t) for n, t in router.items()}
         names, given = tuple(learnt), list(learnt.values())
-
-        def takes(x: Tensor, most: Tensor, *values: Tensor) -> Tensor:
-            return ~(method.spare(unit(x), **dict(zip(names, values, strict=True))) > most)
-
-        taken: Any = trace(
-            editor, site.name, takes, before, most, *given, key=("takes", method, names)
-        )
+        taken = takes(editor, site.name, method, before, most, learnt)
         some = editor.call(aten.any.default, taken)
         flag = inner.args[0]
         assert isinstance(flag, fx.Node)
