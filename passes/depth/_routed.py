@@ -72,6 +72,11 @@ class Learns(Trained, Base, ABC):
     def targets(self) -> tuple[str, ...]:
         """The branches of each layer that have a router; none: the layer has one."""
 
+    @property
+    def holes(self) -> bool:
+        """Whether later tokens do not read in a layer those that it did not take."""
+        return False
+
     @abstractmethod
     def router(self, width: int) -> dict[str, tuple[int, ...]]:
         """Name -> size of the tensors of one router; -1: any."""

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from accel.compiler.train.layered import Layered
 from accel.compiler.train.run import Run
 from accel.ir.program import Program
 from accel.passes.depth._adapters import begin, insert, parameters
+from accel.passes.depth._holes import seen, written
 from accel.passes.depth._routed import Branch, Learns, of_target, unit
 from accel.passes.gradients import References
 from accel.passes.stream import Stream
@@ -64,10 +65,16 @@ class SoftLayers(Layered):
                 by, cost_of_it = self.method.soft(
                     unit(x), progress, **of_target(parts[index], "layer")
                 )
-                x = x + by * (stream.layer(index, x) - x)
+                given = self.hole(by) if self.method.holes else None
+                x = x + by * (stream.layer(index, x, given=given) - x)
                 costs.append(cost_of_it)
         mean = torch.stack(costs).mean() if costs else torch.zeros(())
         return stream.logits(x), mean
+
+    def hole(self, by: Tensor) -> dict[fx.Node, Tensor]:
+        """What a layer reads that takes the tokens which are weighed by more than 0, of [B,T,1]."""
+        places = torch.arange(by.shape[1]).expand(by.shape[:2])
+        return {written(self.program): seen(by.detach().transpose(1, 2), places)}
 
     def _settled(self, tokens: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
         """Logits, and the share of layers that run, where prompts of a random length choose the layers of all behind
