@@ -59,6 +59,7 @@ class Trained(ABC):
 
     trained: str = ""
     key: ClassVar[str]  # the method's name
+    more: ClassVar[str] = ""  # what names of tensors of a layer begin with that `sizes` lacks
 
     @abstractmethod
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
@@ -137,6 +138,7 @@ def read(method: Any, model: str, numbers: str, want: Mapping[int, Sizes]) -> Pa
     file = located(one, named, model, numbers, options_of(method), like_weights, PassError)
     arrays, _ = opened(one, file, PassError)
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    more = getattr(method, "more", "")
     parts: Parts = {}
     for layer, shapes in want.items():
         parts[layer] = {name: tensors.get(_named(layer, name), torch.empty(0)) for name in shapes}
@@ -155,6 +157,10 @@ def read(method: Any, model: str, numbers: str, want: Mapping[int, Sizes]) -> Pa
                     f"{key}: {file} has {_named(layer, target)} with {', '.join(widths)} of the widths "
                     f"{list(widths.values())}, which have to be one; {one.verb[0]} it again for this model"
                 )
+        start = _named(layer, more)
+        if more:
+            found = {n: t for n, t in tensors.items() if n.startswith(start)}
+            parts[layer] |= {n.removeprefix(_named(layer, "")): t for n, t in found.items()}
     return parts
 
 

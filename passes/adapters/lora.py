@@ -46,7 +46,7 @@ class Lora(Pass):
             b = editor.placeholder(b_of(module), (rank, out), torch.float32)
             step.defaults |= {a_of(module): torch.zeros(into, 0), b_of(module): torch.zeros(0, out)}
             for node in nodes:
-                _adapt(editor, node, (a, b, rows), tokens)
+                adapt(editor, node, (a, b, rows), tokens)
             shapes[module] = into, out
         program.facts.adapters = AdapterFacts(shapes)
         return Report(changed=sum(map(len, sites.values())))
@@ -85,10 +85,15 @@ def _unlike(program: Program, nodes: Collection[fx.Node]) -> str:
     return ""
 
 
-def _adapt(
-    editor: Editor, node: fx.Node, low_rank: tuple[fx.Node, fx.Node, fx.Node], tokens: fx.Node
+def adapt(
+    editor: Editor,
+    node: fx.Node,
+    low_rank: tuple[fx.Node, fx.Node, fx.Node],
+    tokens: fx.Node | None = None,
 ) -> None:
-    """Add the low-rank product of (a, b, rows) to a product of [B,T,K], or of [B*T,K]."""
+    """Add the low-rank product of (a [K,R], b [R,O], rows [B,1,1] or [B,1,R]) to a product of [B,T,K]; with the tokens
+    [B,T], also of [B*T,K].
+    """
     a, b, rows = low_rank
     x: Any = node.args[0]
     flat = len(sizes(x)) == 2

@@ -10,7 +10,7 @@ from copy import deepcopy
 import torch
 from torch import fx
 
-from accel.ir.depth import BRANCHES, PROPAGATE, RUN_ATTN, RUN_LAYERS, RUN_MLP
+from accel.ir.depth import BRANCHES, NESTED, PROPAGATE, RUN_ATTN, RUN_LAYERS, RUN_MLP
 from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
 from accel.ir.region import Conditional, Region, layer_calls, sizes
@@ -57,7 +57,7 @@ def conditions(program: Program, cache: str) -> list[fx.Node]:
     """
     _refuse_recurrent(program)
     calls = layers(program)
-    for call, flag in zip(calls, _flags(program, RUN_LAYERS, calls), strict=True):
+    for call, flag in zip(calls, layer_flags(program, RUN_LAYERS, calls), strict=True):
         _condition(program, call, flag, cache)
     return calls
 
@@ -73,12 +73,12 @@ def branch_conditions(program: Program, cache: str) -> list[fx.Node]:
         branches(program, call) for call in calls
     ]  # one that has none is refused before any is changed
     for plan in (RUN_ATTN, RUN_MLP):
-        flags = _flags(program, plan, calls)
+        of_layers = layer_flags(program, plan, calls)
         for index, (call, of) in enumerate(zip(calls, found, strict=True)):
             with of.graph.inserting_after(of.graph.find_nodes(op="placeholder")[-1]):
                 flag = of.graph.placeholder(plan)
-            flag.meta["val"] = flags[index].meta["val"]
-            call.args = (*call.args, flags[index])
+            flag.meta["val"] = of_layers[index].meta["val"]
+            call.args = (*call.args, of_layers[index])
             parts = of.parts(of.attention if plan == RUN_ATTN else of.mlp)
             for number, (term, members) in enumerate(parts):
                 name = f"{BRANCHES[plan]}.{index}" + (f".{number}" if number else "")
@@ -109,7 +109,7 @@ def _refuse_recurrent(program: Program) -> None:
         )
 
 
-def _flags(program: Program, name: str, calls: list[fx.Node]) -> list[fx.Node]:
+def layer_flags(program: Program, name: str, calls: list[fx.Node]) -> list[fx.Node]:
     """Of each layer the element of a new input [L], before its call."""
     editor = Editor(program, program.step.graph)
     plan = editor.placeholder(name, (len(calls),), torch.bool)
@@ -133,6 +133,20 @@ def gate(program: Program, call: fx.Node, taken: Callable[[Editor, fx.Node], fx.
         tokens = taken(editor, before)
         some = editor.call(aten.any.default, tokens)
     _condition(program, call, some, PROPAGATE)
+    return _where(editor, tokens, after, before)
+
+
+def leave_out(program: Program, call: fx.Node, some: fx.Node, tokens: fx.Node) -> None:
+    """Skip a layer, cache and all, where `some` is false; let it change the streams of `tokens` [B,T] alone."""
+    before = _node(call.args[0])
+    (after,) = (user for user in call.users if user.args[1] == 0)
+    _condition(program, call, some, NESTED)
+    _where(Editor(program, program.step.graph), tokens, after, before)
+
+
+def _where(editor: Editor, tokens: fx.Node, after: fx.Node, before: fx.Node) -> fx.Node:
+    """after  ->  where(tokens, after, before)."""
+    graph = editor.graph
     with graph.inserting_after(after):
         wide = editor.call(aten.unsqueeze.default, tokens, 2)
     with graph.inserting_after(wide):

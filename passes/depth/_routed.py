@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -63,11 +64,18 @@ class Learns(Trained, Base, ABC):
     """
 
     relies = Base.relies | {Invariant.FIXED_LAYERS}
+    # the share of the training behind which choices are fixed, and adapters learn
+    settled: ClassVar[float] = math.inf
 
     @property
     @abstractmethod
     def targets(self) -> tuple[str, ...]:
         """The branches of each layer that have a router; none: the layer has one."""
+
+    @property
+    def holes(self) -> bool:
+        """Whether later tokens do not read in a layer those that it did not take."""
+        return False
 
     @abstractmethod
     def router(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -220,6 +228,26 @@ class Routed(Learns, ABC):
         return Report(changed=sum(map(len, sites)))
 
 
+def takes(
+    editor: Editor,
+    name: str,
+    method: Routed,
+    stream: fx.Node,
+    most: fx.Node,
+    learnt: Mapping[str, fx.Node],
+) -> Any:
+    """Which tokens [B,T] need what a router with these tensors stands before: none of those that it can spare by more
+    than `most`.
+    """
+    names = tuple(learnt)
+
+    def taken(x: Tensor, most: Tensor, *values: Tensor) -> Tensor:
+        return ~(method.spare(unit(x), **dict(zip(names, values, strict=True))) > most)
+
+    given = stream, most, *learnt.values()
+    return trace(editor, name, taken, *given, key=("takes", method, names))
+
+
 def route(
     program: Program,
     method: Routed,
@@ -247,13 +275,7 @@ def route(
     with region.graph.inserting_before(inner):
         learnt = {n: editor.param(f"router.{site.name}.{n}", t) for n, t in router.items()}
         names, given = tuple(learnt), list(learnt.values())
-
-        def takes(x: Tensor, most: Tensor, *values: Tensor) -> Tensor:
-            return ~(method.spare(unit(x), **dict(zip(names, values, strict=True))) > most)
-
-        taken: Any = trace(
-            editor, site.name, takes, before, most, *given, key=("takes", method, names)
-        )
+        taken = takes(editor, site.name, method, before, most, learnt)
         some = editor.call(aten.any.default, taken)
         flag = inner.args[0]
         assert isinstance(flag, fx.Node)

@@ -17,9 +17,10 @@ from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
 from accel.ir.region import Region
 from accel.ir.trace import trace
-from accel.passes import Report
+from accel.passes import Pass, Report
+from accel.passes.depth._adapters import ADAPTER, Adapts
 from accel.passes.depth._joint import conditions, holders, layers
-from accel.passes.depth._routed import Branch, Learns, of_target, unit
+from accel.passes.depth._routed import Branch, Learns, Reads, of_target, unit
 
 aten = torch.ops.aten
 _OPEN = 3.0  # of a router that has learnt nothing, before the sigmoid
@@ -32,16 +33,18 @@ class FirstRouter(Learns):
     layers are its own: a layer runs where one row takes it, and changes the streams of the rows that do.
 
     A router is one linear map of the residual stream and a sigmoid. In training it is what a layer's change of the
-    stream is multiplied by.
+    stream is multiplied by. Then routers are fixed, layers are left out by them behind prompts of random lengths, and
+    adapters of low rank around the products of all layers learn (`inner` of `accel-compile train` is the rank). They
+    act on the tokens of rows that leave out a layer: prompts, and with `threshold` 0 all tokens, are the model's own.
 
-    The paper then trains adapters of low rank around the fixed choices; here the model stays as it is. Of the prompt's
-    cache what a layer that is left out holds is not read again, and stays in memory.
+    Of the prompt's cache what a layer that is left out holds is not read again, and stays in memory.
     """
 
     threshold: float = option(0.5, least=0, most=1)
 
     key: ClassVar[str] = "first-router"
-    lacks = "the adapters that are trained once the routers are fixed"
+    more: ClassVar[str] = ADAPTER
+    settled: ClassVar[float] = 0.4
     small: ClassVar[Mapping[str, Any]] = {"threshold": 0.0}
 
     @property
@@ -61,6 +64,10 @@ class FirstRouter(Learns):
         """[B,T,E] -> [B,T]."""
         return torch.sigmoid(x @ w + bias)
 
+    def steps(self) -> Sequence[Pass]:
+        """See Rewriting."""
+        return [Reads(self, self), Adapts(self, self.key), self]
+
     def run(self, program: Program) -> Report:
         """See Pass."""
         calls, parts = layers(program), program.parts[self.key]
@@ -71,7 +78,6 @@ class FirstRouter(Learns):
             )
         graph = program.step.graph
         editor, outputs = Editor(program, graph), dict(program.step.output_nodes())
-        batch = program.step.input("tokens").meta["val"].shape[0]
         scores = []
         for layer, call in enumerate(calls):
             learnt = of_target(parts[layer], "layer")
@@ -91,8 +97,7 @@ class FirstRouter(Learns):
             outputs[ROUTE] = editor.call(aten.stack.default, scores, 2)
         program.step.set_outputs(outputs)
         conditions(program, NESTED)
-        keep = editor.placeholder(RUN_ROWS, (batch, len(calls)), torch.bool)
-        program.step.defaults[RUN_ROWS] = torch.ones(1, len(calls), dtype=torch.bool)
+        keep = program.step.input(RUN_ROWS)
         for layer, call in enumerate(calls):
             _for_rows(program, call, keep, layer)
         every = (True,) * len(calls)
@@ -109,6 +114,12 @@ class FirstRouter(Learns):
         """See Learns."""
         score = self.score(x, **router)
         return score[..., None], score.mean()
+
+    def chosen(self, scores: Tensor) -> Tensor:
+        """The layers [B,L] that run, of the scores of each row's prompt [B,T,L]."""
+        found = scores.mean(1) >= self.threshold
+        found[:, [0, -1]] = True
+        return found
 
     def price(self, mean: Tensor) -> Tensor:
         """A layer that runs costs."""

@@ -2,16 +2,19 @@
 
     python tools/bench/bench_routers.py mod gateskip first-router
     python tools/bench/bench_routers.py gateskip --part FILE --ratio 0.1
-    python tools/bench/bench_routers.py duo-llm --oracle 96
+    python tools/bench/bench_routers.py duo-llm --oracle 32
 
 On the bundled model and held-out Python: the loss of a token, how often its likeliest next one is the whole model's,
 and the share of what has a router that runs. `by chance`: each token (of `first-router`, each row) draws, with one
 share in all layers; `as much of each`: with the share that each layer or branch has by its router; medians of three
 draws. `first-router` reads the first half of a row as its prompt, and the second half is measured; of the others all of
-it. `gates alone`: `gateskip` where nothing is left out. Of `duo-llm`, `nothing in place`: tokens that do not take the
-big MLP have none; `the best layers`: for all tokens big are those, as many as the router takes in the mean, rounded
-down and up, that are best on two of the rows to calibrate on; `--oracle N`: as many layers, the best for each of N
-tokens of one row, each with the cache of those chosen before.
+it. `without adapters`: `first-router` with its routers alone. `gates alone`: `gateskip` where nothing is left out.
+
+Of `duo-llm`, `nothing in place`: tokens that do not take the big MLP have none; `the best layers`: for all tokens big
+are those, as many as the router takes in the mean, rounded down and up, that are best on two of the rows to calibrate
+on; `--oracle N`: as many layers, the best for each of N tokens of one row, each with the cache of those chosen before,
+and beside it the layers that are best for all of these tokens. The text so far is run again for each token and choice,
+so the time grows with the square of N: with 32 all is a minute of a core.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class Measured:
     def __init__(self, soft: SoftLayers, method: Learns, tokens: Tensor):
         self.soft, self.method, self.tokens = soft, method, tokens
         self.parts = soft.program.parts[method.key]
-        self.instead = True
+        self.instead = self.adapters = True
         self.half = tokens.shape[1] // 2 if not isinstance(method, Routed) else 0
 
     def stream(self) -> Stream:
@@ -96,10 +99,17 @@ class Measured:
         stream = self.stream()
         x = stream.start
         method = self.method
+        if not plain and not isinstance(method, Routed):
+            return self._by_prompt(choose)
         for index, sites in enumerate(self.soft.sites):
             if plain:
                 x = stream.layer(index, x)
-            elif isinstance(method, Routed):
+            elif not sites:
+                router = of_target(self.parts[index], "layer")
+                kept = choose(index, ~(method.spare(unit(x), **router) > method.limit))[..., None]  # type: ignore[attr-defined]
+                after = stream.layer(index, x, given=self.soft.hole(kept.float()))
+                x = torch.where(kept, after, x)
+            else:
 
                 def change(site: Branch, before: Tensor, value: Tensor) -> Tensor:
                     router, read = of_target(self.parts[site.layer], site.target), unit(before)
@@ -111,22 +121,21 @@ class Measured:
                     return torch.where(kept, scaled, torch.zeros(()) if other is None else other)
 
                 x = stream.changed(index, x, [(s, s.before, s.term.value) for s in sites], change)
-            else:
-                after = stream.layer(index, x)
-                router = of_target(self.parts[index], "layer")
-                score = method.score(unit(x[:, : self.half]), **router).mean(1)  # type: ignore[attr-defined]
-                ends = index in (0, len(self.soft.calls) - 1)
-                taken = (score >= method.threshold) | ends  # type: ignore[attr-defined]
-                kept = taken if ends else choose(index, taken)
-                late = torch.arange(x.shape[1]) >= self.half
-                x = torch.where((kept[:, None] | ~late)[..., None], after, x)
         return stream.logits(x)
+
+    def _by_prompt(self, choose: Choose) -> Tensor:
+        """Logits where the first half of each row chooses the layers of the second."""
+        keep = self.soft.chosen(self.tokens[:, : self.half], self.parts)
+        for index in range(1, keep.shape[1] - 1):
+            keep[:, index] = choose(index, keep[:, index])
+        return self.soft.after(self.tokens, self.half, keep, self.parts if self.adapters else None)
 
 
 def main(
     methods: list[str],
     part: Annotated[Path | None, typer.Option(help="By default the bundled one.")] = None,
     ratio: Annotated[float | None, typer.Option(help="Of gateskip.")] = None,
+    target: Annotated[str | None, typer.Option(help="Of mod.")] = None,
     oracle: Annotated[int, typer.Option(help="Tokens, of duo-llm.")] = 0,
 ) -> None:
     torch.set_num_threads(1)
@@ -138,6 +147,7 @@ def main(
     for name in methods:
         options: dict[str, Any] = {"trained": str(part)} if part else {}
         options |= {"ratio": ratio} if ratio is not None and name == "gateskip" else {}
+        options |= {"target": target} if target is not None and name == "mod" else {}
         method = axis.build(name, **options)
         soft = SoftLayers(source.program, method)
         reads = method.steps()[0]
@@ -163,6 +173,13 @@ def main(
                 tell(words, some, middle, one, whole)
             if name == "duo-llm":
                 duo(one, read, shares, whole, oracle)
+            if name == "first-router":
+                one.adapters = False
+                tell("… without adapters", shares, one.run(dict(shares)), one, whole)
+                drawn = [one.run(level, torch.Generator().manual_seed(s)) for s in range(DRAWS)]
+                middle = sorted(drawn, key=lambda logits: loss(one, logits))[DRAWS // 2]
+                tell("… … by chance", level, middle, one, whole)
+                one.adapters = True
             if name == "gateskip":
                 open_ = dict.fromkeys(shares, 2.0)
                 tell("… gates alone", open_, one.run(open_, torch.Generator()), one, whole)
@@ -173,10 +190,10 @@ def duo(one: Measured, read: Tensor, shares: dict[str, float], whole: Tensor, or
     one.instead, alone = False, dict(shares)
     tell("… nothing in place", alone, one.run(alone), one, whole)
     one.instead = True
-    total = sum(shares.values())
+    total, found = sum(shares.values()), dict[int, Tensor]()
     for count in (0, math.floor(total), math.ceil(total)):
-        best = best_for_all(one, read, len(shares), count)
-        tell_fixed(one, best, shares, whole)
+        found[count] = best_for_all(one, read[:2], len(shares), count)
+        tell_fixed(one, found[count], shares, whole)
     if oracle:
         few = Measured(one.soft, one.method, one.tokens[:1, : oracle + 1])
         every = few.base()
@@ -186,7 +203,8 @@ def duo(one: Measured, read: Tensor, shares: dict[str, float], whole: Tensor, or
             f"an oracle, {oracle} tokens", level, best_of_each(one, few.tokens, choices), few, every
         )
         tell("… the whole model", {}, every, few, every)
-        tell_fixed(few, best_for_all(one, read, len(shares), round(total)), shares, every)
+        for best in (found[round(total)], best_for_all(few, few.tokens, len(shares), round(total))):
+            tell_fixed(few, best, shares, every)
         routed: dict[str, float] = {}
         logits = few.run(routed)
         tell(f"… `{one.method.key}`", routed, logits, few, every)
@@ -200,8 +218,8 @@ def patterns(layers: int, count: int) -> Tensor:
 
 
 def best_for_all(one: Measured, read: Tensor, layers: int, count: int) -> Tensor:
-    """So many layers [L] with which two rows of a text have the least loss."""
-    some = Measured(one.soft, one.method, read[:2])
+    """So many layers [L] with which rows have the least loss."""
+    some = Measured(one.soft, one.method, read)
     return min(patterns(layers, count), key=lambda big: loss(some, some.always(big)))
 
 

@@ -85,7 +85,7 @@ def main(
                 text = built.tokenizer.apply_chat_template(chat, tokenize=False)
                 if len(built.tokenizer.encode(text)) < CONTEXT - NEW:
                     prompts.append(text)
-            params = accel.SamplingParams(max_new_tokens=NEW, temperature=turn % 2, seed=turn)
+            params = accel.SamplingParams(max_tokens=NEW, temperature=turn % 2, seed=turn)
             found = built.generate(prompts, sampling_params=params)
             for prompt, text, ids in zip(prompts, found.text or [], found.tokens, strict=True):
                 tokens += len(ids)

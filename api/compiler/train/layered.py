@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from accel.compiler.over_state import keys_of, shared
 from accel.compiler.pipeline import pipeline
@@ -30,8 +31,13 @@ class Layered:
         self.fixed = {name: self.program.params[name] for name in self.program.params}
         (self.width,) = {int(call.meta["val"][0].shape[-1]) for call in self.calls}
 
-    def stream(self, tokens: Tensor, value_of: ValueOf = compute) -> Stream:
-        """The residual stream of tokens [B,T]."""
-        stream = Stream(self.program, self.calls, tokens, value_of)
+    def stream(
+        self,
+        tokens: Tensor,
+        value_of: ValueOf = compute,
+        given: Mapping[fx.Node, Tensor] | None = None,
+    ) -> Stream:
+        """The residual stream of tokens [B,T]. given: see Stream."""
+        stream = Stream(self.program, self.calls, tokens, value_of, given)
         stream.params = self.fixed
         return stream

@@ -1,4 +1,9 @@
-"""first-router: layers by the mean score of each row's prompt, against transformers' module with those layers."""
+"""first-router: layers by the mean score of each row's prompt, against transformers' module with those layers, and with
+adapters merged into its weights behind the prompt.
+"""
+
+from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,17 +15,37 @@ from accel.passes.depth.first_router import FirstRouter
 from accel.runtime.session.state._routes import Routes
 
 from ...depth_case import far, module_of, oracle
-from ...router_case import part, ran_by, soft, trained, unit
+from ...router_case import file_of_part, part, ran_by, soft, unit
 
 COUNT = 6
 TOKENS = np.random.default_rng(12).integers(3, 90, (2, 16))
 PROMPTS = [9, 5]
-THRESHOLD = 0.9
+THRESHOLD = 0.85
+PACKED = (  # of a Llama's layer: what has one adapter
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+
+
+@cache
+def parts_of(name, count):
+    """Routers, and adapters that change much."""
+    return {
+        layer: {n: (10 * t).half().float() if n.endswith(".b") else t for n, t in tensors.items()}
+        for layer, tensors in part(name, count, "first-router").items()
+    }
+
+
+@cache
+def file_of(name, count):
+    return file_of_part(name, count, "first-router", parts_of(name, count))
 
 
 def means(tokens, count=COUNT, name="llama"):
     """The mean score of each layer over a prompt [n], by the module's own hidden states."""
-    parts = part(name, count, "first-router")
+    parts = parts_of(name, count)
     with torch.no_grad():
         states = module_of(count, name)(
             torch.tensor(tokens[None]), output_hidden_states=True
@@ -47,7 +72,7 @@ def ran(prompt, total, keep):
 
 
 def built(on="eager", name="llama", count=COUNT, **options):
-    table = {"use": "first-router", "threshold": THRESHOLD, **trained(name, count, "first-router")}
+    table = {"use": "first-router", "threshold": THRESHOLD, "trained": file_of(name, count)}
     return accel.optimize(
         *(module_of(count, name), {"depth": {**table, **options}}),
         target=on,
@@ -72,13 +97,38 @@ def after(session, tokens, prompts, steps):
     return np.concatenate(found, 1)
 
 
-def wanted(tokens, prompt, steps, keep):
-    mask = ran(prompt, prompt + steps, keep)
-    return oracle(module_of(COUNT), tokens[None, : prompt + steps], mask)[:, prompt:]
+@contextmanager
+def adapted(module, parts, since):
+    """Each product of a Llama's layers gives that of W + (a b)^T, for tokens behind so many."""
+    handles = []
+    for layer, block in enumerate(module.model.layers):
+        for number, names in enumerate(PACKED):
+            a, b = (parts[layer][f"adapter.{number}.{n}"] for n in "ab")
+            maps = [block.get_submodule(n) for n in names]
+            for one, columns in zip(maps, b.split([m.out_features for m in maps], 1), strict=True):
+
+                def add(module, args, out, delta=(0.1 * a @ (0.1 * columns)).T):
+                    late = torch.arange(out.shape[1])[:, None] >= since
+                    merged = torch.nn.functional.linear(args[0], module.weight + delta, module.bias)
+                    return torch.where(late, merged, out)
+
+                handles.append(one.register_forward_hook(add))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def wanted(tokens, prompt, steps, keep, since=None):
+    """Logits behind a prompt [1,steps,V]. since: the token from which on adapters act; none: the first behind it."""
+    mask, module = ran(prompt, prompt + steps, keep), module_of(COUNT)
+    with adapted(module, parts_of("llama", COUNT), prompt if since is None else since):
+        return oracle(module, tokens[None, : prompt + steps], mask)[:, prompt:]
 
 
 def test_each_row_runs_the_layers_that_its_prompt_chose(model):
-    """Over the same prompt's cache; pads do not decide. The control: the other row's layers, and one with the pads."""
+    """Over the same prompt's cache, with adapters; pads do not decide. The control: the other row's layers, no
+    adapters, and adapters in the prompt as well.
+    """
     keeps = [layers_of(TOKENS[row, :n]) for row, n in enumerate(PROMPTS)]
     assert not np.array_equal(*keeps) and all(0 < (~k).sum() < COUNT - 1 for k in keeps)
     with model.session(2) as session:
@@ -88,6 +138,8 @@ def test_each_row_runs_the_layers_that_its_prompt_chose(model):
         want = wanted(TOKENS[row], prompt, 5, keeps[row])
         assert far(got[row : row + 1], want) < 1e-4
         assert far(wanted(TOKENS[row], prompt, 5, keeps[1 - row]), want) > 1e-2
+        for since in (0, 99):
+            assert far(wanted(TOKENS[row], prompt, 5, keeps[row], since), want) > 1e-2
         with model.session() as alone:
             alone.prompt(TOKENS[row : row + 1, :prompt])
             one = after(alone, TOKENS[row : row + 1], [prompt], 5)
@@ -153,6 +205,7 @@ def test_a_threshold_of_0_is_the_base_bit_for_bit():
 
 
 def test_a_caller_may_name_layers_for_all_rows(model):
+    """They are the model's own, without adapters."""
     keep = np.isin(np.arange(COUNT), [0, 2, 5])
     with model.session(2) as session:
         session.prompt(TOKENS[:, :9])
@@ -190,11 +243,38 @@ def test_training_weighs_layers_softly():
     assert far(got.numpy(), want) < 1e-4 and one.method.price(mean) == pytest.approx(5 / 6)
 
 
+def test_adapters_learn_once_routers_are_fixed():
+    """What is trained then is what a session runs; the model's and the routers' tensors have no gradient."""
+    one, parts = soft("llama", COUNT, "first-router"), parts_of("llama", COUNT)
+    ids = torch.from_numpy(TOKENS[:, :14])
+    keep = torch.tensor(np.array([layers_of(row[:9]) for row in TOKENS]))
+    with torch.no_grad():
+        got = one.after(ids, 9, keep, parts).numpy()
+    for row in range(2):
+        want = wanted(TOKENS[row], 9, 5, keep[row].numpy())
+        assert far(got[row : row + 1, 9:], want) < 1e-4
+    whole = np.ones((COUNT, 9), bool)
+    assert far(got[:, :9], oracle(module_of(COUNT), TOKENS[:, :9], whole)) < 1e-4
+    learnt = {i: {n: t.clone().requires_grad_() for n, t in p.items()} for i, p in parts.items()}
+    learnt[2]["layer.bias"].data.fill_(-9.0)  # else nothing is left out, and adapters do nothing
+    logits, _ = one.logits(ids, learnt, one.method.settled)
+    logits.square().mean().backward()
+    with_gradient = {n.partition(".")[0] for p in learnt.values() for n, t in p.items()
+                     if t.grad is not None and t.grad.any()}  # fmt: skip
+    assert with_gradient == {"adapter"}
+
+
 def test_what_it_cannot_take_is_refused():
+    parts = {i: dict(p) for i, p in parts_of("llama", 3).items()}
+    parts[1]["adapter.2.b"] = parts[1]["adapter.2.b"][:, 1:]
+    with pytest.raises(
+        PassError, match=r"1.adapter.2.b of size \[6, 151\], this model needs \[6, 152\]"
+    ):
+        built(count=3, trained=file_of_part("llama", 3, "first-router", parts))
     with pytest.raises(PassError, match="of 2 layers the first and the last always run"):
         built(count=2)
     with pytest.raises(PassError, match="was trained for another model"):
-        built(name="gemma2", count=3, trained=trained("llama", COUNT, "first-router")["trained"])
+        built(name="gemma2", count=3, trained=file_of("llama", COUNT))
     for threshold in (-0.1, 1.1):
         with pytest.raises(RecipeError, match=f"threshold is {threshold}; give 0 to 1"):
             FirstRouter(threshold=threshold)

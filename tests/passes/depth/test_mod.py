@@ -6,6 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
+from accel.compiler.over_state import over_state
+from accel.compiler.train.runs.routers import SoftLayers
+from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import attention
 from accel.passes.depth.mod import Mod
@@ -126,6 +129,105 @@ def test_mlps_may_have_the_routers():
     with built(target="mlp", trained=file) as compiled:
         want = plain("llama", TOKENS, parts, 0.5, ("mlp",))
         assert far(ran_by(compiled, TOKENS, PROMPT), want) < 1e-4
+
+
+# Whole layers, with holes in their caches
+
+
+def blocks(seed=0):
+    """Routers of whole layers, by layer."""
+    parts = part("llama", COUNT, "mod", seed)
+    return {i: {"layer.w": p["attn.w"]} for i, p in parts.items()}
+
+
+def with_blocks(on="eager", **options):
+    file = file_of_part("llama", COUNT, "mod", blocks())
+    return built(on=on, target="block", trained=file, **options)
+
+
+def dense(tokens, threshold, parts=None, read_all=False, ran=(True,) * COUNT):
+    """The module's logits of one row [T], computed with no cache: of each layer the rows of its tokens are gathered, go
+    through the layer as a text of their own at their own positions, and are put back.
+    """
+    module, parts = module_of(COUNT), parts or blocks()
+    stack = module.model
+    with torch.no_grad():
+        x = stack.embed_tokens(torch.tensor(tokens[None]))
+        places = torch.arange(len(tokens))[None]
+        for layer, block in enumerate(stack.layers):
+            score = torch.sigmoid((unit(x[0]) * parts[layer]["layer.w"]).sum(-1))
+            taken = (score >= threshold) & bool(ran[layer])
+            mine = torch.ones_like(taken) if read_all else taken
+            if taken.any():
+                turns = stack.rotary_emb(x, places[:, mine])
+                out = block(x[:, mine], position_ids=places[:, mine], position_embeddings=turns)
+                out = out[0] if isinstance(out, tuple) else out
+                whole = x.clone()
+                whole[:, mine] = out
+                x = torch.where(taken[None, :, None], whole, x)
+        return module.lm_head(stack.norm(x)).numpy()
+
+
+@pytest.mark.parametrize("on", ["eager", pytest.param("onnx", marks=pytest.mark.long)])
+def test_tokens_that_pass_a_block_by_are_not_read_there(on):
+    """In a prompt and token by token, for two rows and for each alone, and after a rewind. The control: a cache without
+    holes, and another threshold.
+    """
+    want = np.concatenate([dense(row, 0.5) for row in TOKENS])
+    with with_blocks(on) as compiled:
+        assert far(ran_by(compiled, TOKENS, PROMPT), want) < 1e-4
+        assert far(ran_by(compiled, TOKENS[1:], PROMPT), want[1:]) < 1e-4
+        given = ran_by(compiled, TOKENS, PROMPT, threshold=0.7)
+        assert far(given, np.concatenate([dense(row, 0.3) for row in TOKENS])) < 1e-4
+        with compiled.session(2) as session:
+            session.run(TOKENS[::-1])
+            session.rewind(0)
+            session.run(TOKENS[:, :PROMPT], [PROMPT, 3])
+            other = session.fork()
+            for one in (session, other):
+                got = one.run(TOKENS[[0, 1], [PROMPT, 3]][:, None])
+                assert far(got, want[[0, 1], [PROMPT, 3]][:, None]) < 1e-4
+            other.close()
+    for wrong in (dense(TOKENS[0], 0.5, read_all=True), dense(TOKENS[0], 0.3)):
+        assert far(wrong, want[:1]) > 1e-2
+
+
+def test_a_block_that_no_token_takes_is_not_computed_and_a_call_may_name_them():
+    """A layer that the call leaves out has a hole there, too, and may run again for later tokens."""
+    with with_blocks() as compiled, compiled.session() as session:
+        plan = np.array([True, False, True])
+        with Counted() as counted:
+            got = session.run(TOKENS[:1], run_layers=plan, threshold=NEVER)
+        assert counted.count == 2
+        assert far(got, dense(TOKENS[0], 0.0, ran=plan)) < 1e-4
+        session.run(TOKENS[:1, :1], run_layers=~plan)
+
+
+def test_with_open_routers_blocks_are_the_base_bit_for_bit():
+    base = accel.optimize(
+        module_of(COUNT), "base", target="eager", max_context=64, max_batch=2, verify=False
+    )
+    with with_blocks() as compiled, base:
+        want = ran_by(base, TOKENS, PROMPT)
+        assert np.array_equal(ran_by(compiled, TOKENS, PROMPT, threshold=NEVER), want)
+
+
+def test_training_reads_what_a_session_reads():
+    parts = blocks()
+    one = SoftLayers(over_state(capture(module_of(COUNT), max_context=64)), Mod(target="block"))
+    with torch.no_grad():
+        got, mean = one.logits(torch.from_numpy(TOKENS), parts)
+    assert far(got.numpy(), np.concatenate([dense(row, 0.5) for row in TOKENS])) < 1e-4
+    assert 0 < mean < 1
+
+
+@pytest.mark.parametrize(
+    ("axis", "method"), [("kv.score", "snapkv"), ("prefill.prune", "promptdistill")]
+)
+def test_blocks_beside_what_drops_tokens_are_refused(axis, method):
+    tables = {"depth": {"use": "mod", "target": "block"}, axis: {"use": method}}
+    with pytest.raises(RecipeError, match="mod"):
+        accel.optimize(module_of(COUNT), tables, target="eager", max_context=64, verify=False)
 
 
 def test_a_part_of_another_model_or_target_is_refused():
