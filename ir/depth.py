@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accel.ir.fields import Fields
 
 NESTED, PROPAGATE = CACHES = ("nested", "propagate")
-REFEED = "refeed"
+REFEED, APART = "refeed", "apart"
 RUN_LAYERS, RUN_ATTN, RUN_MLP = "run_layers", "run_attn", "run_mlp"
 RUN_ROWS = "run_rows"  # the layers that change a row's stream [B,L]
 ENDS = 0.9  # the share of a threshold at which one that falls ends
@@ -27,7 +27,8 @@ class Depth:
 
     plan: the layers that decoding runs; with `mlp` those whose attention it runs. cache: "nested", where a layer that
     was left out lacks those tokens, "propagate", where it has keys and values of them all the same, or "refeed", where
-    tokens that it lacks run again with later ones: at most `window` of a row, then a call runs all layers. threshold:
+    tokens that it lacks run again with later ones: at most `window` of a row, then a call runs all layers; "apart",
+    where each layer has slots of its own, of which the caller keeps account (`DraftHead.cascade`). threshold:
     the confidence from which decoding goes no deeper, or with `mlp` leaves out MLPs; none where the graph goes by none.
     mlp: the layers whose MLP decoding runs; none where a layer is left out as a whole. until: of each layer, how many
     tokens after a prompt it runs for although the plan leaves it out; none where no layer does. dense: how many tokens
@@ -96,8 +97,8 @@ class Depth:
             raise f.wrong(
                 "until", list(self.until), f"{len(self.plan)} counts of tokens, one per layer"
             )
-        if self.cache not in (*CACHES, REFEED):
-            raise f.wrong("cache", self.cache, f"one of {', '.join((*CACHES, REFEED))}")
+        if self.cache not in (*CACHES, REFEED, APART):
+            raise f.wrong("cache", self.cache, f"one of {', '.join((*CACHES, REFEED, APART))}")
         if self.falls < 0 or (self.falls > 0) != (self.over > 0):
             raise f.wrong("over", self.over, "a count of tokens above 0 where falls is above 0")
         if (self.cache == REFEED) != (self.window > 0):
