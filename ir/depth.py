@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accel.ir.fields import Fields
 
 NESTED, PROPAGATE = CACHES = ("nested", "propagate")
-REFEED, HOLES = "refeed", "holes"
+REFEED, HOLES, APART = "refeed", "holes", "apart"
 RUN_LAYERS, RUN_ATTN, RUN_MLP = "run_layers", "run_attn", "run_mlp"
 RUN_ROWS = "run_rows"  # the layers that change a row's stream [B,L]
 ENDS = 0.9  # the share of a threshold at which one that falls ends
@@ -25,17 +25,18 @@ BRANCHES = {
 class Depth:
     """Which layers a call may leave out, and does where its caller says nothing.
 
-    plan: the layers that decoding runs; with `mlp` those whose attention it runs. cache: "nested", where a layer
-    that was left out lacks those tokens, "propagate", where it has keys and values of them all the same, or
-    "refeed", where tokens that it lacks run again with later ones: at most `window` of a row, then a call runs
-    all layers; or "holes", where later tokens do not read those that it did not take. threshold: the confidence
-    from which decoding goes no deeper, or with `mlp` leaves out MLPs; none where the graph goes by none. mlp:
-    the layers whose MLP decoding runs; none where a layer is left out as a whole. until: of each layer, how many
-    tokens after a prompt it runs for although the plan leaves it out; none where no layer does. dense: how many
-    tokens after a prompt go by no threshold. routed: whether each token goes by the threshold for itself, those
-    of a prompt, too, and leaves out branches, or layers, above it. by_prompt: the mean score of a row's prompt
-    from which on a layer runs for what comes after it; none where layers have no scores. falls: how fast the
-    threshold falls, to 0.9 of itself, over the `over` tokens that follow a prompt; 0: it stays.
+    plan: the layers that decoding runs; with `mlp` those whose attention it runs. cache: "nested", where a layer that
+    was left out lacks those tokens, "propagate", where it has keys and values of them all the same, "refeed", where
+    tokens that it lacks run again with later ones: at most `window` of a row, then a call runs all layers; "holes",
+    where later tokens do not read those that it did not take; "apart", where each layer has slots of its own, of
+    which the caller keeps account (`DraftHead.cascade`). threshold: the confidence from which decoding goes no
+    deeper, or with `mlp` leaves out MLPs; none where the graph goes by none. mlp: the layers whose MLP decoding runs;
+    none where a layer is left out as a whole. until: of each layer, how many tokens after a prompt it runs for
+    although the plan leaves it out; none where no layer does. dense: how many tokens after a prompt go by no
+    threshold. routed: whether each token goes by the threshold for itself, those of a prompt, too, and leaves out
+    branches, or layers, above it. by_prompt: the mean score of a row's prompt from which on a layer runs for what
+    comes after it; none where layers have no scores. falls: how fast the threshold falls, to 0.9 of itself, over the
+    `over` tokens that follow a prompt; 0: it stays.
     """
 
     plan: tuple[bool, ...]
@@ -97,8 +98,8 @@ class Depth:
             raise f.wrong(
                 "until", list(self.until), f"{len(self.plan)} counts of tokens, one per layer"
             )
-        if self.cache not in (*CACHES, REFEED, HOLES):
-            raise f.wrong("cache", self.cache, f"one of {', '.join((*CACHES, REFEED, HOLES))}")
+        if self.cache not in (every := (*CACHES, REFEED, HOLES, APART)):
+            raise f.wrong("cache", self.cache, f"one of {', '.join(every)}")
         if self.falls < 0 or (self.falls > 0) != (self.over > 0):
             raise f.wrong("over", self.over, "a count of tokens above 0 where falls is above 0")
         if (self.cache == REFEED) != (self.window > 0):

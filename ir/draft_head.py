@@ -44,6 +44,10 @@ class DraftHead:
     independent: how many tokens are drafted from the features of one, each by logits of its own and whatever the others
     become; 0: not so. Behind the logits of token t + 2 lie those of t + 3 and so on, and no features. Such a head
     reads features alone, and no slot but its own.
+
+    cascade: how many modules it has, of which each says one token more and has a cache of its own; 0: not so. A call
+    runs one of them (`run_layers`), by the states of the module before, which it gives as `final`; nothing lies behind
+    logits. Slot t of module m holds token t + m + 1.
     """
 
     drafter: str
@@ -63,11 +67,14 @@ class DraftHead:
     parallel: int = 0
     independent: int = 0
     reads: int = 0
+    cascade: int = 0
 
     def behind(self, vocab_size: int) -> int:
         """How many numbers a step gives behind a token's logits."""
         if self.independent:
             return vocab_size * (self.independent - 1)
+        if self.cascade:
+            return 0
         return self.hidden if self.block else self.width - self.reads
 
     def vocabulary_of(self, width: int) -> int:

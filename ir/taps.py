@@ -8,6 +8,11 @@ EMBEDS = "stream.embeds"  # before the first layer
 FINAL = "final"  # before the output head, behind the last norm
 
 
+def is_tap(name: str) -> bool:
+    """Whether an output is one of these: numbers of each token [B,T,E]."""
+    return name == FINAL or name.startswith(("stream.", "keys.", "values."))
+
+
 def stream(layer: int) -> str:
     """Behind a layer, before the next one's norm."""
     return f"stream.{layer}"

@@ -379,6 +379,117 @@ def mtp_chain(module, layers, tokens, count, states="last_hidden_state", shift=0
         h = torch.cat([h, y[:, -1:]], 1)
 
 
+def mctp_tensors(module, count, bias=True, seed=0):
+    """Those of MCTP modules behind the layers of a llama, by their published names."""
+    c, g = module.config, torch.Generator().manual_seed(seed)
+    width, size = c.hidden_size, c.hidden_size // HEADS
+
+    def some(*shape):
+        return torch.randn(shape, generator=g) * 1.6 / shape[-1] ** 0.5
+
+    def norm():
+        return 1 + 0.2 * torch.randn(width, generator=g)
+
+    found = {"model.norm.weight": norm()}
+    for m in range(count):
+        found[f"model.mtp_projs.{m}.weight"] = some(width, 2 * width)
+        found[f"model.mtp_embed_norms.{m}.weight"] = norm()
+        found[f"model.mtp_hidden_norms.{m}.weight"] = norm()
+        layer = f"model.layers.{c.num_hidden_layers + m}."
+        for name in ("input", "post_attention"):
+            found[f"{layer}{name}_layernorm.weight"] = norm()
+        for name, out in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
+            found[f"{layer}self_attn.{name}_proj.weight"] = some(out * size, width)
+            if bias:
+                found[f"{layer}self_attn.{name}_proj.bias"] = some(out * size)
+        found[f"{layer}self_attn.o_proj.weight"] = some(width, width)
+        for name in ("gate", "up"):
+            found[f"{layer}mlp.{name}_proj.weight"] = some(2 * width, width)
+        found[f"{layer}mlp.down_proj.weight"] = some(width, 2 * width)
+    return found
+
+
+def mctp_folder(folder, module, tensors, **config):
+    """Modules in a checkpoint of their authors, the model's embedding and layers beside them."""
+    c = module.config
+    count = sum("mtp_projs" in name for name in tensors)
+    told = {
+        "architectures": ["Qwen2MTPForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": 2 * c.hidden_size,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "num_hidden_layers": c.num_hidden_layers + count,
+        "num_nextn_predict_layers": count,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+    }
+    beside = {
+        "model.embed_tokens.weight": module.get_input_embeddings().weight.detach(),
+        "model.layers.0.mlp.up_proj.weight": torch.ones(2, 2),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**told, **config}))
+    whole = {n: t.contiguous() for n, t in {**beside, **tensors}.items()}
+    save_file(whole, folder / "model.safetensors")
+    return folder
+
+
+class Mctp:
+    """What MCTP modules of a model say, by the formulas of their authors."""
+
+    def __init__(self, tensors, module):
+        self.t = tensors
+        self.first = module.config.num_hidden_layers
+        self.table = module.get_input_embeddings().weight.detach()
+        self.head = module.lm_head.weight.detach()
+
+    def norm(self, x, name):
+        return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * self.t[f"model.{name}.weight"]
+
+    def states(self, m, tokens, before):
+        """Those of module m, of the tokens of its slots and the states before it [n,W]."""
+        t, n, width = self.t, len(tokens), self.table.shape[1]
+        layer, size = f"layers.{self.first + m}.", width // HEADS
+        e = self.norm(self.table[tokens], f"mtp_embed_norms.{m}")
+        h = self.norm(before, f"mtp_hidden_norms.{m}")
+        x = torch.cat([e, h], -1) @ t[f"model.mtp_projs.{m}.weight"].T
+        z = self.norm(x, f"{layer}input_layernorm")
+
+        def heads(name):
+            stem = f"model.{layer}self_attn.{name}_proj"
+            y = z @ t[f"{stem}.weight"].T + t.get(f"{stem}.bias", 0)
+            return y.view(n, -1, size).transpose(0, 1)
+
+        places = torch.arange(n) + m + 1
+        q, k, v = turned(heads("q"), places, THETA), turned(heads("k"), places, THETA), heads("v")
+        k, v = (y.repeat_interleave(HEADS // GROUPS, 0) for y in (k, v))
+        scores = (q @ k.transpose(1, 2)) / size**0.5
+        hidden = torch.ones(n, n).triu(1).bool()
+        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        mixed = mixed.transpose(0, 1).reshape(n, -1)
+        y = x + mixed @ t[f"model.{layer}self_attn.o_proj.weight"].T
+        z = self.norm(y, f"{layer}post_attention_layernorm")
+        up = F.silu(z @ t[f"model.{layer}mlp.gate_proj.weight"].T)
+        up = up * (z @ t[f"model.{layer}mlp.up_proj.weight"].T)
+        return self.norm(y + up @ t[f"model.{layer}mlp.down_proj.weight"].T, "norm")
+
+    def chain(self, features, tokens, count):
+        """Behind tokens [n], of all but the last of which the features [n-1,W] are known: `count` tokens, the likeliest
+        each, and their logits [count,V].
+        """
+        tokens, said = list(tokens), []
+        for m in range(count):
+            ids = torch.tensor(tokens[m + 1 :])
+            features = self.states(m, ids, features)
+            said.append(features[-1] @ self.head.T)
+            tokens.append(int(said[-1].argmax()))
+        return tokens[-count:], torch.stack(said)
+
+
 def drafts(model, texts, count, rounds):
     """What rows draft behind growing beginnings of texts, a session that runs them, drafts between."""
     method = model.decoding()[1].methods["draft"]

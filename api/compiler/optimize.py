@@ -40,6 +40,7 @@ from accel.ir.weights import Stored
 from accel.lowering import triton
 from accel.passes import check_order, refuse
 from accel.passes.check import NumericCheck
+from accel.passes.depth._cascade import Cascade
 from accel.passes.state.features import Features
 from accel.passes.state.head import output_head
 from accel.passes.weights._kept import keeping
@@ -274,6 +275,8 @@ def _compiled(
             job.output_head = output_head(program)
     if program.facts.draft_head is not None:
         job.plan.unasked.append(Features())
+        if program.facts.draft_head.cascade:
+            job.plan.unasked.append(Cascade())
     program.facts.max_batch = job.options.max_batch
     check_draft(job.plan, program.facts, tokenizer)
     job.plan.passes = keeping(program, job.plan.passes)

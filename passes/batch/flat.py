@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from accel.ir.entries.embed import EMBEDDED, EMBEDS
 from accel.ir.entries.flat import FLAT, OWNER
 from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
@@ -16,14 +17,17 @@ from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.flat import flat_append, flat_attention
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
+from accel.ir.ops.rows import given_rows
 from accel.ir.program import Editor, Program
 from accel.ir.region import Entry, Region
+from accel.ir.taps import is_tap
 from accel.passes import Report
 from accel.passes.batch import Base
 from accel.passes.clean.clean import remove_dead
 from accel.passes.state.copies import Copied, copy_node, copy_region
 
 _TOKENS = 83  # example size while shapes are worked out
+_EMBEDDINGS = {EMBEDS, EMBEDDED}  # which heads of drafts are given, and calls of the model never
 _OF_TOKENS, _OF_ROWS = frozenset({"tokens"}), frozenset({"rows"})
 
 
@@ -43,7 +47,8 @@ class Flat(Base):
 
 def flat(program: Program) -> Report:
     """step -> flat(tokens [1,F], positions [1,F], slots [B], rows [1,N], owner [F,2], state) beside it; the owner is
-    that of `ir/ops/flat.py`. It gives logits [1,N,V] and the state.
+    that of `ir/ops/flat.py`. It gives logits [1,N,V], the state, and what methods read of tokens (`accel.ir.taps`)
+    [1,F,E]. Embeddings that calls may give in place of tokens (`Embeds`) are none here.
 
     Raises:
         PassError: something other than attention reads both a token and what its row holds.
@@ -51,13 +56,16 @@ def flat(program: Program) -> Report:
     copying = _Copying()
     editor, copied = _inputs(program, copying)
     for node in program.step.graph.nodes:
-        if node.op in ("call_function", "get_attr"):
+        if node.target is given_rows.default and node.args[2] not in copied:
+            copied[node] = copied[node.args[0]]
+            copying.of[node] = copying.of[node.args[0]]
+        elif node.op in ("call_function", "get_attr"):
             copied[node] = copying(editor, node, copied)
     states = {s.output for s in program.state}
     outputs = {
         name: copied[node]
         for name, node in program.step.output_nodes().items()
-        if name == "logits" or name in states
+        if name == "logits" or name in states or is_tap(name)
     }
     editor.graph.output(tuple(outputs.values()))
     remove_dead(editor.graph)
@@ -70,13 +78,13 @@ def _inputs(program: Program, copying: _Copying) -> tuple[Editor, Copied]:
     step, graph = program.step, fx.Graph()
     own = {"tokens": _OF_TOKENS, "positions": _OF_TOKENS, "rows": _OF_TOKENS, "slots": _OF_ROWS}
     own |= {s.name: _OF_ROWS for s in program.state}
-    if more := sorted(set(step.inputs) - own.keys()):
+    if more := sorted(set(step.inputs) - own.keys() - _EMBEDDINGS):
         raise PassError(
             f"batch.flat: a call of this model is also told {', '.join(more[:3])}, which flat calls are not; leave "
             "[batch] out"
         )
     copied: Copied = {}
-    for name in step.inputs:
+    for name in own:
         new = graph.placeholder(name)
         new.meta["val"] = step.input(name).meta["val"]
         copied[step.input(name)] = new

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from accel.ir.ops.rows import given_rows
 from accel.ir.program import Program, ancestors
 from accel.ir.region import LAYER, Region, sizes
 from accel.passes import Pass, Report
@@ -27,7 +28,8 @@ class Layers(Pass):
 
     The cut points are the dominators of the logits; a layer runs from the cut before one attention
     (or the recurrences of one block) to the cut before the next. The last layer ends at the last
-    cut that joins two paths.
+    cut that joins two paths. The modules of a cascade (`DraftHead.cascade`), which all read the embedding, lie between
+    marks.
 
     Before and after: `tests/passes/texts/layers.before.txt`, `layers.after.txt`.
     """
@@ -40,13 +42,29 @@ class Layers(Pass):
         groups = layer_groups(program)
         if program.facts.stateless:
             return Report(refused=["no token reads another"])
-        bounds = _bounds(graph, cuts, [(g[0], g[-1]) for g in groups])
+        bounds = _marked(program) or _bounds(graph, cuts, [(g[0], g[-1]) for g in groups])
         if isinstance(bounds, str):
             return Report(refused=[bounds])
         start = bounds[0]
         for index, end in enumerate(bounds[1:]):
             start = _outline(program, start, end, f"{LAYER}{index}")
         return Report(changed=len(bounds) - 1)
+
+
+def _marked(program: Program) -> list[fx.Node]:
+    """Where the modules of a cascade begin and end, whose marks are taken out; of another model none."""
+    head = program.facts.draft_head
+    if head is None or not head.cascade:
+        return []
+    found, graph = list[fx.Node](), program.step.graph
+    _, *marks = graph.find_nodes(op="call_function", target=given_rows.default)
+    for mark in marks:
+        before = mark.args[0]
+        assert isinstance(before, fx.Node)
+        mark.replace_all_uses_with(before)
+        graph.erase_node(mark)
+        found.append(before)
+    return found
 
 
 def _bounds(

@@ -78,7 +78,8 @@ class _Rounds(Rounds):
             self._draft.fit(context.model)
             context.methods["length"].fit(context.model)
         self._drafters: Drafters = self._draft.open(session, self._rows, context)
-        draft_cost, costs = self._drafters.draft_cost, context.costs
+        draft_cost = self._drafters.draft_cost
+        costs = context.costs if self._rule.verifies else None
         probes = self._drafters.probes
         shaping = (self._draft, context.methods.get("tree", self._draft))
         trees = any(Invariant.CHAINS in one.breaks for one in shaping)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from accel.ir.errors import AccelError, InputError
+from accel.ir.taps import is_tap
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.protocol import BackendSession, whole_tiles
 from accel.runtime.call import Arrays, Call, Logits, Outputs
@@ -472,10 +473,10 @@ class SessionCore:
         asking = listeners if tree is None else self._listeners
         start = time.perf_counter()
         want = dict.fromkeys(n for one in asking for n in one.before(backend, tokens.shape[1]))
-        plain = tree is None and embeds is None and not want
+        plain = tree is None and embeds is None and all(map(is_tap, want))
+        extra: Arrays
         if backend.flat and plain and pays(real, tokens.size):
-            logits = flat_call(backend, tokens, positions, slots, rows, self.width)
-            extra = _NOTHING
+            logits, extra = flat_call(backend, tokens, positions, slots, rows, self.width, want)
         else:
             out = backend.step(tokens, positions, slots, rows, want, tree, embeds)
             logits, extra = out.logits, out.extra

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from accel.ir.entries.flat import FLAT, OWNER
 from accel.ir.entries.step import LOGITS
 from accel.runtime.backends.protocol import BackendSession
-from accel.runtime.call import Logits
+from accel.runtime.call import Arrays, Logits
 from accel.runtime.inputs.ints import Ints
 
 SHARE = 0.75  # of a padded call's tokens: with fewer real ones a flat call takes less time
@@ -19,9 +21,17 @@ def pays(real: int, computed: int) -> bool:
 
 
 def flat_call(
-    backend: BackendSession, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, width: int
-) -> Logits:
-    """What a step gives (`BackendSession.step`), logits [B,N,V] (V: `width`), of a call that is padded on the right."""
+    backend: BackendSession,
+    tokens: Ints,
+    positions: Ints,
+    slots: Ints,
+    rows: Ints,
+    width: int,
+    want: Collection[str] = (),
+) -> tuple[Logits, Arrays]:
+    """What a step gives (`BackendSession.step`), logits [B,N,V] (V: `width`) and the outputs `want` of its tokens
+    [B,T,…], 0 for padding, of a call that is padded on the right.
+    """
     real = positions >= 0
     owner = np.argwhere(real)  # row by row
     number = np.where(real, np.cumsum(real).reshape(real.shape) - 1, -1)
@@ -36,8 +46,12 @@ def flat_call(
         "rows": wanted[some][None] if some.any() else np.zeros((1, 1), np.int64),
         OWNER: owner,
     }
-    found = backend.part(FLAT.name, given)[LOGITS][0]
+    found = backend.part(FLAT.name, given)
     logits = np.zeros((*rows.shape, width), np.float32)
     if some.any():
-        logits[some] = found
-    return logits
+        logits[some] = found[LOGITS][0]
+    extra: Arrays = {}
+    for name in want:
+        extra[name] = np.zeros((*real.shape, *found[name].shape[2:]), found[name].dtype)
+        extra[name][real] = found[name][0]
+    return logits, extra

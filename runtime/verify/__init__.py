@@ -134,6 +134,8 @@ class Base(Method, ABC):
     instead: ClassVar[str] = ""  # the nearest rule that takes what this one does not
     tolerant: ClassVar[bool] = False  # True: greedy decoding, too, may take what does not match
     reads_q: ClassVar[bool] = True  # False: what tokens were drawn from does not matter
+    # False: what is drafted stands. How much is drafted then decides which tokens come, so no guard goes by time
+    verifies: ClassVar[bool] = True
 
     def __call__(self, target: Target, chance: Chance) -> Verdict:
         """Judge a round. Greedy decoding takes what matches, by every rule that is not tolerant.

@@ -159,7 +159,8 @@ def test_a_rule_that_says_approximate_is():
     for name in set(NAMES) - set(EXACT):
         rule = AXIS.build(name)
         assert gap(rule, World(sampled()), (-1, 0)) > 1e-3
-        found = max(gap(rule, World(Standard(), draft), (-1, -1, 0)) for draft in DRAFTS)
+        parents = (-1, -1, 0) if rule.branches else (-1, 0)
+        found = max(gap(rule, World(Standard(), draft), parents) for draft in DRAFTS)
         assert (found > 0.1) if rule.tolerant else (found < 1e-12)
 
 
@@ -389,10 +390,8 @@ def test_frequencies_catch():
     assert surprise(WRONG["nothing subtracted"], World(sampled()), (-1, -1, -1)) > 60
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("number", [0.0, math.nextafter(1, 0)])
-def test_what_has_no_probability_never_comes(name, number):
-    """Not by the ends of the random numbers' range either."""
+def law_possible(name, number):
+    """No token has a probability of 0, by a random number that always comes."""
     for draft, seed in itertools.product(("holes", "disjoint", "sure", "chosen"), range(5)):
         world = World(sampled(top_p=0.8), draft, seed)
         seen = ()
@@ -401,3 +400,20 @@ def test_what_has_no_probability_never_comes(name, number):
             for token in world.round(AXIS.build(name), (-1, 0), seen, chance):
                 assert world.law(seen).of(token) > 0
                 seen = (*seen, token)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if AXIS.method(n).verifies])
+@pytest.mark.parametrize("number", [0.0, math.nextafter(1, 0)])
+def test_what_has_no_probability_never_comes(name, number):
+    """Not by the ends of the random numbers' range either."""
+    law_possible(name, number)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not AXIS.method(n).verifies])
+def test_what_verifies_nothing_takes_all(name):
+    """And so also what the target would never say."""
+    with pytest.raises(AssertionError):
+        law_possible(name, math.nextafter(1, 0))
+    world, seen = World(sampled(), "disjoint", 0), ()
+    for chance in (Chance(Stuck(0.0)), Chance(np.random.default_rng(0))):
+        assert len(world.round(AXIS.build(name), (-1, 0), seen, chance)) == 3

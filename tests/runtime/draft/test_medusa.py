@@ -212,7 +212,12 @@ def test_wrong_heads_in_the_layout_of_vllm_are_refused(target, tmp_path):
         ({"lm_heads.2.weight": None}, "lacks 2.1.weight"),
         ({"norm.weight": torch.zeros(3)}, "has norm.weight .1 tensors more"),
         ({"lm_head.weight": torch.zeros(5, 3)}, r"lm_head.weight has size \[5, 3\]"),
-        ({"token_map": torch.tensor([2, 2])}, "d2t names a token of the target twice"),
+        ({"token_map": torch.tensor([2, 2])}, "token_map names a token of the target twice"),
+        (
+            {"token_map": torch.tensor([2, 101])},
+            "token_map names token 101, and the target has 101",
+        ),
+        ({"token_map": torch.tensor([-1, 2])}, "token_map names token -1, and the target has 101"),
     ):
         changed = {n: t for n, t in {**named, **change}.items() if t is not None}
         torch.save(changed, path / "pytorch_model.bin")

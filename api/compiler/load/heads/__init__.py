@@ -169,16 +169,24 @@ def fill(
         parameter.data = tensors[name].float()
 
 
-def target_ids(path: Path, drafted: Tensor, count: int, vocabulary: int) -> Tensor:
-    """The target's id of each draft token, from how far they are apart."""
+def target_ids(
+    path: Path, drafted: Tensor, count: int, vocabulary: int, name: str = "d2t"
+) -> Tensor:
+    """The target's id of each draft token, from how far they are apart. name: what the file calls it."""
     found = drafted.long().flatten() + torch.arange(len(drafted.flatten()))
-    if len(found) != count or not bool(((found >= 0) & (found < vocabulary)).all()):
+    if len(found) != count:
         raise CaptureError(
-            f"{path}: d2t names {len(found)} tokens, of {count} in the draft vocabulary and {vocabulary} in the "
-            "target's; fetch the head again"
+            f"{path}: {name} names {len(found)} tokens, and the draft vocabulary has {count}; fetch the head again"
+        )
+    if wrong := found[(found < 0) | (found >= vocabulary)].tolist():
+        raise CaptureError(
+            f"{path}: {name} names token {wrong[0]}, and the target has {vocabulary} tokens; fetch the head again, or "
+            "give one that was trained for this model"
         )
     if len(found.unique()) != count:
-        raise CaptureError(f"{path}: d2t names a token of the target twice; fetch the head again")
+        raise CaptureError(
+            f"{path}: {name} names a token of the target twice; fetch the head again"
+        )
     return found
 
 

@@ -84,7 +84,9 @@ def _load(path: Path, config: Config, target: Target) -> Loaded:
         size = None if drafted is None else len(drafted)
         head = Medusa(vocabulary, width, heads, blocks, size)
         if drafted is not None:
-            head.words.set_ids(target_ids(path, drafted, len(drafted), vocabulary))
+            called = _MAP if _of_vllm(config) else "d2t"
+            ids = target_ids(path, drafted, len(drafted), vocabulary, called)
+            head.words.set_ids(ids)
         fill(path, head.heads, tensors, () if own else tuple(words))
         if shared is not None:
             _set_shared(path, head, shared, (size or vocabulary, width))
@@ -113,7 +115,8 @@ def _renamed(
         if match is None and name != _SHARED:
             found[name] = tensor
             continue
-        if ids is not None and len(tensor) > len(ids):
+        known = ids is not None and bool(((ids >= 0) & (ids < len(tensor))).all())
+        if ids is not None and known and len(tensor) > len(ids):  # `target_ids` refuses others
             tensor = tensor[ids.long()]
         if match is None or (one_for_all and match[1] == "0"):
             found[_SHARED] = tensor
