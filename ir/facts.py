@@ -49,7 +49,9 @@ class LayerFacts:
 class Facts:
     """What is known of the model; grows as passes recognise more.
 
-    `config`, `notes` and `tied` are of the build, and no artifact keeps them here.
+    `weight_bytes` are those of all weights, as they are stored; of these a call that reads coarsely leaves out
+    `finer_bytes`. Both are 0 until the model is built. `config`, `notes` and `tied` are of the build, and no artifact
+    keeps them here.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Facts:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     parameters: int = 0
+    weight_bytes: int = 0
+    finer_bytes: int = 0
     layers: list[LayerFacts] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict, metadata=BUILD_ONLY)
     notes: list[str] = field(default_factory=list, metadata=BUILD_ONLY)
@@ -151,6 +155,8 @@ class Facts:
             "eos": list(self.eos),
             "bos": self.bos,
             "parameters": self.parameters,
+            "weight_bytes": self.weight_bytes,
+            "finer_bytes": self.finer_bytes,
             "layers": [asdict(layer) for layer in self.layers],
             **{name: asdict(feature) for name, feature in features.items() if feature is not None},
         }

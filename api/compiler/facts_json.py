@@ -9,20 +9,27 @@ from typing import Any
 import torch
 
 from accel.ir.facts import Facts
+from accel.ir.kv import COARSE
 from accel.ir.program import Program
 from accel.ir.region import Region
 from accel.ir.sizes import grows, per_slot
 from accel.ir.state import Home, StateValue
 from accel.ir.window import SLOTS
+from accel.passes.weights._halves import is_lower
 
 
 def model_facts(program: Program) -> Facts:
-    """The program's facts, and how many nodes each layer now has in the step."""
+    """The program's facts, how many nodes each layer now has in the step, and the bytes of its weights."""
     regions = [n.target for n in program.nodes(entry=program.step) if isinstance(n.target, Region)]
     nodes = {r.name: len(r.graph.nodes) for r in regions}
     layers = enumerate(program.facts.layers)
     counted = [replace(layer, nodes=nodes.get(f"layer.{i}", 0)) for i, layer in layers]
-    return replace(program.facts, layers=counted)
+    held = {name: program.params.stored(name).nbytes for name in program.params}
+    coarse = COARSE in program.step.inputs
+    finer = sum(size for name, size in held.items() if coarse and is_lower(name))
+    return replace(
+        program.facts, layers=counted, weight_bytes=sum(held.values()), finer_bytes=finer
+    )
 
 
 def state_json(program: Program) -> list[dict[str, Any]]:

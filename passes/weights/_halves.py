@@ -17,6 +17,7 @@ from accel.ir.region import Conditional, Region, layer_calls
 from accel.passes.clean.clean import replace
 
 UPPER, LOWER = ".upper", ".lower"  # how the names of the halves of a weight end
+SCALES = ".scales"  # and of what is beside their codes
 add = torch.ops.aten.add.Tensor
 
 
@@ -61,6 +62,11 @@ def _choose(program: Program, graph: fx.Graph, coarse: fx.Node) -> None:
             for part in parts:
                 if not part.users:
                     graph.erase_node(part)
+
+
+def is_lower(name: str) -> bool:
+    """Whether a parameter is of lower halves: their codes, or scales."""
+    return name.removesuffix(SCALES).endswith(LOWER)
 
 
 def _halves(node: fx.Node) -> list[fx.Node]:

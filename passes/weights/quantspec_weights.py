@@ -27,7 +27,7 @@ from accel.passes.weights._blocks import (
     sites,
     stored_scales,
 )
-from accel.passes.weights._halves import LOWER, UPPER, read_coarsely
+from accel.passes.weights._halves import LOWER, SCALES, UPPER, read_coarsely
 
 _BITS = 4  # of either half
 _FINER = 2**_BITS
@@ -80,7 +80,7 @@ class QuantspecWeights(Blocks):
         for part, (packed, origin) in parts.items():
             stem = site.name + part
             params.put_away(stem, packed.q)
-            params[f"{stem}.scales"] = stored_scales(params, packed)
+            params[stem + SCALES] = stored_scales(params, packed)
             params.origins[stem] = Origin(
                 stored.changed(partial(origin, block=self.block)), NEAREST
             )
@@ -99,7 +99,7 @@ class QuantspecWeights(Blocks):
     def _half(self, editor: Editor, node: fx.Node, site: Site, part: str, width: int) -> fx.Node:
         """What a product or an embedding gives by one half; the bias belongs to the upper one."""
         stem = site.name + part
-        parts = (editor.param(stem), editor.param(f"{stem}.scales"), None)
+        parts = (editor.param(stem), editor.param(stem + SCALES), None)
         sizes = (_BITS, self.block)
         if node not in site.linears:
             ids = operand_of(node, "indices")

@@ -15,7 +15,7 @@ from accel.runtime.draft import Base, Drafters
 from accel.runtime.draft._by_self import BySelf
 from accel.runtime.session.session import Session
 
-_BYTES = 4  # of a weight: at most
+_BYTES = 4  # of a weight, where nothing says how it is stored: at most
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class Quantspec(Base):
 
 
 def cost_of(facts: Facts, tokens: int) -> float:
-    """What a draft's step reads where rows hold so many tokens, all told, as a share of what any step reads."""
+    """What a draft's step reads where rows hold so many tokens, all told, as a share of what any step reads: half of
+    the cache, and of the weights what is not in their lower halves.
+    """
     cache = tokens * sum(2 * one.num_kv_heads * one.head_dim for one in facts.layers)
-    return 1 - cache / 2 / max(1, cache + _BYTES * facts.parameters)
+    weights = facts.weight_bytes or _BYTES * facts.parameters
+    return 1 - (cache / 2 + facts.finer_bytes) / max(1, cache + weights)

@@ -31,9 +31,10 @@ class Sentencekv(Units):
     neighbours are a unit. Where a prompt has more than one sentence for `size` tokens, neighbouring ones share
     a unit. A sentence of generated text is cut where `every` tokens become units; until then they are read whole.
 
-    The paper first drops tokens of the prompt, as `kv.score = snapkv` does with `kernel = 7` and `pooling = "max"`;
-    here all are held, since a unit's tokens lie in slots that all heads of a row share, and eviction leaves each head
-    others. Each KV head, not each query head, has a list.
+    The paper first drops tokens of the prompt, of each head others, down to three times `tokens_read`. Here a unit's
+    tokens lie in slots that all heads of a row share, so one choice is for all heads: `prefill.prune = gemfilter` with
+    `tokens` three times `tokens_read`, beside it. Alone, the method drops nothing. Each KV head, not each query head,
+    has a list.
     """
 
     size: int = 16
@@ -42,7 +43,7 @@ class Sentencekv(Units):
     ends: str = ". ! ? ... \n\n \u3002 \uff01 \uff1f"
     end_ids: Any = None
 
-    lacks = "its first choice of a prompt's tokens"
+    lacks = "a first choice of a prompt's tokens by head (gemfilter, beside it, makes one for all heads)"
     layout = Layout(spelling=True)
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "dense_layers": 0, "end_ids": [11, 23, 30, 37, 44, 55],

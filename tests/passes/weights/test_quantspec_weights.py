@@ -1,16 +1,19 @@
 """quantspec-weights: one copy of codes, of which drafts read half and verification all."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from accel.ir.codes import Coded
+from accel.ir.facts import Facts
+from accel.ir.fields import Fields
 from accel.ir.ops.quantized import unpack
 from accel.ir.weights import Pages, Weights
 from accel.passes.weights._kept import Kept, keeping
 from accel.passes.weights.quantspec_weights import QuantspecWeights
-from accel.runtime.draft.quantspec import Quantspec
+from accel.runtime.draft.quantspec import Quantspec, cost_of
 from accel.runtime.session.session import Session
 
 from ...draft_case import plain, rows_of, speculated
@@ -80,6 +83,22 @@ def test_a_coarse_call_reads_no_lower_half():
             for name, codes in lower.items():
                 params[name] = codes
     assert len(lower) > 8 and np.abs(few - whole).max() > 1e-3
+
+
+def test_a_draft_costs_what_it_reads_of_the_weights():
+    """Their upper halves, or all of them, in two bytes or four; the control: facts that say nothing of it."""
+    model = built("llama", tables=TABLES)
+    params, facts = model.program.params, model.facts
+    lower = sum(params.stored(n).nbytes for n in params if ".lower" in n)
+    assert facts.finer_bytes == lower > 0.3 * facts.weight_bytes
+    assert cost_of(facts, 0) == 1 - lower / facts.weight_bytes
+    assert cost_of(replace(facts, weight_bytes=0, finer_bytes=0), 0) == 1
+    floats = built("llama", tables=CODEC).facts
+    halves = built("llama", tables=CODEC | {"weights": {"use": "float16"}}).facts
+    assert floats.finer_bytes == halves.finer_bytes == 0
+    assert halves.weight_bytes < 0.8 * floats.weight_bytes
+    assert cost_of(halves, 0) == 1 > cost_of(floats, 300) > cost_of(halves, 300)
+    assert Facts.from_json(Fields(facts.to_json())).finer_bytes == facts.finer_bytes
 
 
 def test_tokens_are_those_of_plain_decoding_over_eight_bits(monkeypatch):

@@ -16,6 +16,7 @@ from accel.runtime.session.state.units import UnitGroups
 
 from ....kv_slots import SCALE, named, slots
 from ....laws.test_kv_select import lists
+from ....prefill_case import built as prefilled
 from ....runtime.test_rows import growing
 from ....select_case import Selecting, built
 from ....session_ways import law_every_target, singles
@@ -239,6 +240,25 @@ def test_the_first_choice_of_the_paper_is_snapkv_s():
         best = [float(sums[max(0, i - 3) : i + 4].max()) for i in range(seen - window)]
         mine = found[row, head, where][: seen - window] * window
         torch.testing.assert_close(mine, torch.tensor(best))
+
+
+def law_dropped(prune):
+    """Behind a prompt a session holds three times what tokens read; steps go on from there."""
+    method = {"use": "sentencekv", **Sentencekv.small}
+    most = 3 * Sentencekv.small["tokens_read"]
+    whole, model = (prefilled("llama", tables={"kv.select": method}, **x) for x in ({}, prune))
+    tokens = np.random.default_rng(0).integers(3, 90, (1, 50))
+    with whole.session() as a, model.session() as b:
+        a.prompt(tokens), b.prompt(tokens)
+        assert a.length == 50 and b.length == most
+        assert np.isfinite(singles(b, tokens[:, :12])).all() and b.length == most + 12
+
+
+def test_a_prompt_is_dropped_to_three_times_what_is_read():
+    """By a choice for all heads at once, which stands before it; the control: without it."""
+    law_dropped({"use": "gemfilter", "tokens": 30, "layer": 1})
+    with pytest.raises(AssertionError):
+        law_dropped({})
 
 
 @pytest.mark.long
