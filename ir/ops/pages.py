@@ -30,12 +30,18 @@ kv_pages = Op(
     ),
 )
 
+
+def are_few_to_many(q_pos: Tensor, k_pos: Tensor, tokens: int, slots: int) -> bool:
+    """What `few_to_many` gives, by shapes alone: q_pos [B,T], k_pos [B,S]."""
+    return q_pos.shape[1] <= tokens and k_pos.shape[1] > slots
+
+
 # q_pos [B,T], k_pos [B,S] -> bool []: whether T <= tokens and S > slots, few tokens that look at many
 few_to_many = Op(
     "few_to_many",
     "(Tensor q_pos, Tensor k_pos, int tokens, int slots) -> Tensor",
-    reference=lambda q_pos, k_pos, tokens, slots: q_pos.new_full(
-        (), q_pos.shape[1] <= tokens and k_pos.shape[1] > slots, dtype=torch.bool
+    reference=lambda q_pos, *rest: q_pos.new_full(
+        (), are_few_to_many(q_pos, *rest), dtype=torch.bool
     ),
     shape=lambda q_pos, *rest: q_pos.new_empty((), dtype=torch.bool),
 )

@@ -18,8 +18,10 @@ from .triton_case import close, on_device, run_program, sees
 
 lowered._load_rules()
 
+from accel.lowering.triton.kernels.attend import attend  # noqa: E402
 from accel.lowering.triton.rules import accel_attention, accel_cache  # noqa: E402  (they import triton)
 from accel.lowering.triton.writer import chip  # noqa: E402
+from accel.lowering.triton.writer.tuned import Choice, Tuned  # noqa: E402
 
 NAMES = [name for name, case in CASES.items() if case.op.default in lower.rules]
 SMALL = ((1, 1, 6), (2, 4, 9))
@@ -118,6 +120,34 @@ def test_most_forms_of_attention_have_a_kernel():
 @pytest.mark.parametrize("form", REAL, ids=str)
 def test_attention_at_real_head_sizes(form):
     assert compare(made(form[:7], *form[7:]))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("place", range(6))
+def test_each_candidate_of_attention_is_right(place, monkeypatch):
+    """One split and several, whichever the autotuner takes; several parts have the splits that there is room for."""
+    right, taken = accel_attention._candidates, []
+
+    def one(*args):
+        found = right(*args)
+        taken.append((len(found), found[place]["splits"]))
+        return [found[place]]
+
+    monkeypatch.setattr(accel_attention, "_candidates", one)
+    monkeypatch.setattr(accel_attention, "_attend", Tuned(attend, ()))
+    operands = made((1, 4, 2, 1, 150, 16, 16), "causal", 0)
+    assert compare(operands)
+    kept = made((1, 4, 2, 1, 70, 16, 16), "causal", 0)
+    assert compare([*operands, None, kept[1], kept[2], kept[4][:, None].expand(-1, 2, -1)])
+    assert taken[0] == (6, 3 if place < 3 else 1) and taken[1][1] > 3
+
+
+def test_more_splits_than_there_is_room_for_are_seen(monkeypatch):
+    monkeypatch.setattr(
+        accel_attention, "_candidates", lambda *_: [Choice({"splits": 2, "WHOLE": True})]
+    )
+    with pytest.raises(AssertionError):
+        compare(made((1, 4, 2, 1, 150, 16, 16), "causal", 0))
 
 
 def test_attention_reads_no_block_that_nobody_sees():

@@ -1,14 +1,19 @@
 """Sessions on the Triton target as a GPU runs them, with a recorder that calls in place of CUDA graphs."""
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
+from accel.ir.axis import find_axes
+from accel.ir.ops.pages import few_to_many
 from accel.lowering.triton.lowered import Compiled
+from accel.lowering.triton.writer import builder
 from accel.runtime.backends.triton import session as sessions
 from accel.runtime.backends.triton.recorded import Recorded
 from accel.runtime.backends.triton.sheet import Sheet
@@ -347,6 +352,85 @@ def test_a_flag_of_the_device_is_not_recorded(recorders):
         model.session() as session,
     ):
         assert model.program.compiled["step"].waits and session._core.backend._recorded is None
+
+
+# Selections
+
+
+ASKING = {  # whose results have sizes that the host asks the device for, or are of the host
+    torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select,
+    torch.ops.aten._unique2, torch.ops.aten.bincount, torch.ops.aten.equal,
+}  # fmt: skip
+
+
+class Asked(TorchDispatchMode):
+    """Notes the operators that a GPU's host waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        lists = args[1] if func is torch.ops.aten.index.Tensor else ()
+        if func.overloadpacket in ASKING or any(
+            i is not None and i.dtype is torch.bool for i in lists
+        ):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def selecting(name):
+    axis = find_axes()["kv.select"]
+    recipe = {"kv.select": {"use": name, **axis.small(name)}}
+    return accel.optimize(module("llama"), recipe, target="eager", max_context=64, verify=False)
+
+
+def tokens_alike(model, eager, count=3, asked=None):
+    """Single tokens behind more than are read, on both; gives the number of recordings. `asked`: an Asked."""
+    with model.session() as session, eager.session() as other:
+        for begin, end in ((0, 14), *((n, n + 1) for n in range(14, 14 + count))):
+            with asked or nullcontext():
+                got = session.run(IDS[:1, begin:end])
+            close(got, other.run(IDS[:1, begin:end]))
+        return len(session._core.backend._recorded or ())
+
+
+def test_a_selection_is_decided_on_the_host():
+    with selecting("quest") as eager, beside(eager) as model:
+        assert not model.program.compiled["step"].waits
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    ["quest", "tidaldecode", "leoam", "shadowkv", "tokenselect", "specache", "clusterkv", "louiskv", "rwkv-x"],
+)  # fmt: skip
+def test_a_selection_is_recorded_and_asks_the_host_nothing(name, recorders):
+    asked = Asked()
+    with selecting(name) as eager, beside(eager) as model:
+        assert tokens_alike(model, eager, asked=asked) == 1 and recorders[0].made[0].count == 2
+    assert not asked.found
+
+
+def test_what_a_host_waits_for_is_seen():
+    x = torch.arange(3.0)
+    with Asked() as asked:
+        x[x > 1], x.max().item(), x[[0, 2]]
+    assert len(asked.found) == 2
+
+
+def test_a_selection_that_is_not_made_is_seen(monkeypatch):
+    monkeypatch.setitem(builder._BY_SHAPES, few_to_many.default, lambda *_: False)
+    with selecting("quest") as eager, beside(eager) as model:
+        with pytest.raises(AssertionError, match="Not equal"):
+            tokens_alike(model, eager, 1)
+
+
+@pytest.mark.long
+def test_a_selection_that_goes_by_values_is_not_recorded(recorders):
+    with selecting("sentencekv") as eager, beside(eager) as model:
+        assert model.program.compiled["step"].waits
+        assert tokens_alike(model, eager) == 0
 
 
 # The host's work

@@ -83,3 +83,29 @@ def test_a_model_has_a_limit_of_its_own(made, monkeypatch):
     assert launch(made, 0) == SECOND, "what was measured is known"
     tuned.begin()
     assert launch(made, 7) == SECOND
+
+
+def test_what_is_known_is_a_place_among_the_candidates(made, monkeypatch):
+    """A launch of the same key with other sizes has room for its own candidates alone."""
+    monkeypatch.setattr(tuned, "_may_measure", lambda: True)
+    assert launch(made, 5) == SECOND
+    smaller = [Choice({"BLOCK": 4}, 4), Choice({"BLOCK": 8}, 8, 3)]
+    x = torch.zeros(1)
+    assert made(lambda x: (x["BLOCK"],), smaller, x, 5) is smaller[1]
+    assert made(lambda x: (x["BLOCK"],), smaller[:1], x, 5) is smaller[0]
+    assert made._tuner.measured == 1 and made._kernel.launches[-1][0] == (4,)
+
+
+def test_of_some_operands_the_next_power_of_two_counts(made, monkeypatch):
+    monkeypatch.setattr(tuned, "_may_measure", lambda: True)
+    near = Tuned(made._kernel, [], near=["N"])
+    near._tuner = made._tuner
+    near._tuner.owner = near
+    for n, measured in ((5, 1), (8, 1), (9, 2), (16, 2), (4, 3)):
+        assert launch(near, n) == SECOND and near._tuner.measured == measured
+
+
+def test_equal_candidates_are_measured_once(made, monkeypatch):
+    monkeypatch.setattr(tuned, "_may_measure", lambda: True)
+    assert made(lambda x: (1,), [FIRST, FIRST, SECOND, SECOND], torch.zeros(1), 5) == SECOND
+    assert made._candidates == [FIRST, SECOND]

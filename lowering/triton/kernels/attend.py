@@ -19,8 +19,8 @@ def attend(
     q, k, v, k_scale, v_scale, k_more, v_more, k_least, v_least, k_finer, v_finer, coarse,
     q_pos, k_pos, bias, sink, tree, first, ends, starts, table, chosen, blocks, counts,
     out, lse, partial, sums,
-    scale, cap, size, T, S, heads, groups, rows, width, distances, pages, picks, listed, offset, splits,
-    q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, pos_b, pos_g, lists_g, tiles,
+    scale, cap, size, T, S, heads, groups, rows, width, distances, pages, picks, listed, offset,
+    q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, pos_b, pos_g, lists_g, tiles, splits,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr,
     TREE: tl.constexpr, RAGGED: tl.constexpr, PAGE: tl.constexpr, FLAT: tl.constexpr, LSE: tl.constexpr,
     CHOSEN: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -167,8 +167,8 @@ _TYPES = {
     "*fp32": "q k v k_scale v_scale k_more v_more k_least v_least k_finer v_finer bias sink out lse partial sums",
     "*i64": "q_pos k_pos first ends starts table chosen", "*u8": "tree coarse", "*i32": "blocks counts",
     "fp32": "scale cap",
-    "i32": "size T S heads groups rows width distances pages picks listed offset splits q_b q_h q_t k_b k_g k_s "
-    "v_b v_g v_s pos_b pos_g lists_g tiles",
+    "i32": "size T S heads groups rows width distances pages picks listed offset q_b q_h q_t k_b k_g k_s "
+    "v_b v_g v_s pos_b pos_g lists_g tiles splits",
 }  # fmt: skip
 
 
@@ -179,6 +179,7 @@ def _variant(
     stages: int = 2,
     types: str = "",
     since: int = 80,
+    warps: int = 4,
     **more: object,
 ) -> Variant:
     """Of four heads to a group; `types`: further operands by type, as "*u8 k v; *fp16 k_more"."""
@@ -194,7 +195,7 @@ def _variant(
         "HEADS": 4, "TOKENS": tokens, "PARTS": 1, "BLOCK_M": max(16, 4 * tokens),
         "BLOCK_N": 64 if width <= 64 else 32, "BLOCK_D": width, "BLOCK_V": width, "PRECISION": "tf32x3",
     }  # fmt: skip
-    return Variant(attend, found, constants | more, 4, stages, since)
+    return Variant(attend, found, constants | more, warps, stages, since)
 
 
 VARIANTS = (
@@ -219,4 +220,15 @@ VARIANTS = (
     ),
     _variant(1, 64, "causal", types="*u8 k v", K_KIND="static", K_BITS=4, V_KIND="table", V_SCALED=True),
     _variant(8, 64, "causal", V_KIND="none", WHOLE=True, LSE=True),
+    # what is measured beside these
+    _variant(1, 128, "causal", warps=2),
+    _variant(1, 128, "causal", 1),
+    _variant(8, 64, "window", warps=8, WHOLE=True),
+    _variant(16, 64, "window", since=90, warps=8, WHOLE=True),
+    _variant(8, 128, "causal", 1, warps=8),
+    _variant(1, 64, "causal", types="*i8 k v", warps=2, K_SCALED=True, V_SCALED=True),
+    _variant(
+        1, 128, "causal", types="*u8 k v; *fp16 k_more v_more k_least v_least", warps=2, LISTED=False,
+        K_KIND="rows", K_BITS=4, K_GROUP=32, K_ROWS=128, V_KIND="channels", V_BITS=4, V_GROUP=32, V_ROWS=128,
+    ),
 )  # fmt: skip

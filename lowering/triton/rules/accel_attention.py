@@ -20,10 +20,17 @@ from accel.lowering.triton.writer import chip
 from accel.lowering.triton.writer.builder import Builder
 from accel.lowering.triton.writer.sizes import power, rows
 from accel.lowering.triton.writer.table import lower
+from accel.lowering.triton.writer.tuned import Choice, Tuned
 
 _LEAST = 16  # rows and channels that tl.dot takes at least
 _WIDEST, _USUAL = 1024, 256  # channels of a head, at most: a tile has to fit on the chip
 _ON_CHIP = 1 << 14  # bytes of float32 keys of one block, about
+
+_attend = Tuned(
+    attend,
+    ("MASK", "BLOCK_M", "BLOCK_N", "D", "DV", "K_KIND", "K_BITS", "V_KIND", "PAGE", "CHOSEN", "heads", "groups"),
+    near=("rows", "tiles", "listed"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -182,11 +189,10 @@ def attention_over(
         tiles = own.lists[0].shape[1]
     programs = tiles * batch * groups * tiling.parts
     splits = [chip.splits(q.device, programs, -(-p.slots // tiling.block)) for p in parts]
-    every = sum(splits)
-    whole = every == 1
-    split = q.new_empty(0 if whole else lines * every * wide, dtype=torch.float32)
-    sums = q.new_empty(0 if whole else 2 * lines * every, dtype=torch.float32)
-    offset = 0
+    every, offset = sum(splits), 0
+    split = q.new_empty(0 if every == 1 else lines * every * wide, dtype=torch.float32)
+    sums = q.new_empty(0 if every == 1 else 2 * lines * every, dtype=torch.float32)
+    candidates = _candidates(q.device, tiling, width, every, len(parts) == 1)
     for part, count in zip(parts, splits, strict=True):
         last = part is own
         given = (
@@ -201,13 +207,13 @@ def attention_over(
             split,
             sums,
             offset,
-            count,
-            every,
+            count if len(parts) > 1 else None,
+            candidates,
             last,
         )
-        _launch(*given)
+        every = _launch(*given)
         offset += count
-    if not whole:
+    if every > 1:
         merge[(lines,)](
             split, sums, _or(form.sink, out), out, lse, lines, every, heads,
             SINK=form.sink is not None, LSE=partial, DV=wide, BLOCK_S=power(every),
@@ -228,11 +234,11 @@ def _launch(
     partial: Tensor,
     sums: Tensor,
     offset: int,
-    count: int,
-    every: int,
+    count: int | None,
+    candidates: Sequence[Choice],
     last: bool,
-) -> None:
-    """One part's splits, from split `offset` on of `every`."""
+) -> int:
+    """One part's `count` splits (None: all there are), from split `offset` on. Gives how many there are in all."""
     heads, tokens, width = q.shape[1:]
     lines = q.shape[0] * tokens * heads
     q, pos = rows(q), rows(part.pos)
@@ -255,7 +261,9 @@ def _launch(
     tree = form.tree is not None and form.tree.shape[2] > 1 and last
     bias = "" if form.bias is None else "distance" if form.bias.dim() == 2 else "positions"
     middle = form.bias.shape[1] // 2 if form.bias is not None and form.mask == "full" else 0
-    attend[(tiles, count, batch * groups * tiling.parts)](
+    programs = batch * groups * tiling.parts
+    chosen = _attend(
+        lambda x: (tiles, x["splits"] if count is None else count, programs), candidates,
         q, k, v, _or(k_scale, out), _or(v_scale, out), _or(key.more, out), _or(value.more, out),
         _or(key.least, out), _or(value.least, out), _or(key.finer, out), _or(value.finer, out),
         _flag((key, value), q), q_pos.contiguous(), pos,
@@ -266,18 +274,32 @@ def _launch(
         out, lse, partial, sums,
         form.scale, form.softcap or 1.0, form.window, tokens, slots, heads, groups,
         lines, 0 if form.bias is None else form.bias.shape[-1], middle,
-        pages, 0 if part.chosen is None else part.chosen.shape[3], -(-listed // tiling.block), offset, every,
+        pages, 0 if part.chosen is None else part.chosen.shape[3], -(-listed // tiling.block), offset,
         *q.stride()[:3], *k_strides, *v_strides,
         pos.stride(0), pos.stride(1) if per_head else 0, 0, tiles,
         MASK=form.mask, BIAS=bias, CAPPED=bool(form.softcap), SINK=form.sink is not None, TREE=tree,
         RAGGED=ends is not None, PAGE=page, FLAT=form.starts is not None, LSE=lse.numel() > 0,
-        CHOSEN=part.page if part.chosen is not None else 0, LISTED=part.lists is not None, WHOLE=every == 1,
+        CHOSEN=part.page if part.chosen is not None else 0, LISTED=part.lists is not None,
         D=width, DV=wide, K_SCALED=k_scale is not None, V_SCALED=v_scale is not None,
         **key.constants("K"), **value.constants("V"),
         HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
         BLOCK_N=tiling.block, BLOCK_D=max(_LEAST, power(width)), BLOCK_V=max(_LEAST, power(wide)),
-        PRECISION=chip.precision(q.device), num_warps=4, num_stages=_stages(q.device, tiling, width),
+        PRECISION=chip.precision(q.device),
     )  # fmt: skip
+    return int(chosen["splits"])
+
+
+def _candidates(
+    device: torch.device, tiling: Tiling, width: int, splits: int, alone: bool
+) -> list[Choice]:
+    """Launches of a part with so many splits in all, or a fourth where it is `alone`: as estimated, with other warps,
+    and with one block on its way at once.
+    """
+    stages = _stages(device, tiling, width)
+    ways = [(4, stages), (2 if tiling.rows == _LEAST else 8, stages)]
+    ways += [(4, 1)] if stages > 1 else []
+    counts = splits, -(-splits // 4) if alone else splits
+    return [Choice({"splits": n, "WHOLE": n == 1}, *way) for n in counts for way in ways]
 
 
 def _stages(device: torch.device, tiling: Tiling, width: int) -> int:

@@ -30,7 +30,7 @@ def _candidates(
     device: torch.device, size: int, width: int, tiles: int, blocks: int
 ) -> list[Choice]:
     """Tiles of so many rows: as many splits of the blocks as fill the device, or a few times fewer."""
-    found: dict[tuple[int, int], Choice] = {}
+    found = []
     for wide in (64, 32, 128):
         if size * wide > _TILE:
             continue
@@ -39,8 +39,8 @@ def _candidates(
         most = chip.splits(device, programs, min(_SPLITS, blocks))
         for splits in (most, -(-most // 4)):
             constants = {"BLOCK_N": wide, "SPLITS": splits}
-            found.setdefault((wide, splits), Choice(constants, warps, 3))
-    return list(found.values())
+            found.append(Choice(constants, warps, 3))
+    return found
 
 
 def in_steps(x: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from accel.ir.ops.pages import are_few_to_many, few_to_many
 from accel.ir.program import Program
 from accel.ir.region import Conditional, Entry, Region, graphs_of
 from accel.ir.state import output_of
@@ -20,6 +21,7 @@ from accel.lowering.triton.writer.table import lower
 aten = torch.ops.aten
 _SIZE = aten.sym_size.int
 _TO_FLOAT = {"dtype": torch.float32}
+_BY_SHAPES: Mapping[Any, Callable[..., bool]] = {few_to_many.default: are_few_to_many}
 
 
 class Builder:
@@ -143,9 +145,13 @@ class Builder:
         return tuple(results)
 
     def _flag(self, node: fx.Node) -> fx.Node | None:
-        """The value of a flag that the host knows, an input or an element of one; None where the device computes it."""
+        """The value of a flag that the host knows: an input, an element of one, or what shapes say; None where the
+        device computes it.
+        """
         if node in self._sayable:
             return self.say(self._sayable[node])
+        if (known := _BY_SHAPES.get(node.target)) is not None:
+            return self.once(known, *node.args)
         if node.target is aten.select.int and (whole := node.args[0]) in self._sayable:
             assert isinstance(whole, fx.Node)
             return self.once(operator.getitem, self.say(self._sayable[whole]), node.args[2])

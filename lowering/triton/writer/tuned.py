@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.lowering.triton.writer.sizes import power
+
 LIMIT = 60.0  # seconds of measurements of one model; 0: nothing is measured
 _LOCK = threading.Lock()  # an autotuner holds the operands of the launch that it measures
 _spent = 0.0
@@ -44,13 +46,15 @@ def begin() -> None:
 
 
 class Tuned:
-    """A kernel that only writes its results; `key`: the operands that say which choice is best, beside the dtypes."""
+    """A kernel that only writes its results; `key`: the operands that say which choice is best, beside the dtypes;
+    `near`: those of which only the next power of two counts.
+    """
 
-    def __init__(self, kernel: Any, key: Sequence[str]):
-        self._kernel, self._key = kernel, list(key)
+    def __init__(self, kernel: Any, key: Sequence[str], near: Sequence[str] = ()):
+        self._kernel, self._key, self._near = kernel, [*key, *near], frozenset(near)
         self._tuner: Any = None
         self._candidates: Sequence[Choice] = ()
-        self._known: dict[tuple[Any, ...], Choice] = {}
+        self._known: dict[tuple[Any, ...], int] = {}  # the place of the best candidate
 
     def __call__(
         self,
@@ -59,14 +63,19 @@ class Tuned:
         *args: Any,
         **constants: Any,
     ) -> Choice:
-        """Launch the best candidate, and say which that was. `grid`: of the constants."""
+        """Launch the best candidate, and say which that was. `grid`: of the constants.
+
+        What is known of a key is a place among its candidates, which may be of other sizes in another launch.
+        """
         named = {**dict(zip(self._kernel.arg_names, args, strict=False)), **constants}
         dtypes = (str(a.dtype) for a in args if isinstance(a, Tensor))
-        key = (*(named[name] for name in self._key), *dtypes)
+        said = (power(named[n]) if n in self._near else named[n] for n in self._key)
+        key = (*said, *dtypes)
         with _LOCK:
-            chosen = self._known.get(key, candidates[0])
             if key not in self._known and len(candidates) > 1 and _may_measure():
-                chosen = self._known[key] = self._measured(grid, candidates, args, constants)
+                self._known[key] = self._measured(grid, candidates, args, constants)
+            place = self._known.get(key, 0)
+        chosen = candidates[place if place < len(candidates) else 0]
         options = chosen.options
         self._kernel[grid({**constants, **options})](*args, **constants, **options)
         return chosen
@@ -77,16 +86,18 @@ class Tuned:
         candidates: Sequence[Choice],
         args: tuple[Any, ...],
         constants: dict[str, Any],
-    ) -> Choice:
-        """The best, by the autotuner; what it takes counts."""
+    ) -> int:
+        """The place of the best, by the autotuner; what it takes counts."""
         global _spent
-        start, self._candidates = time.monotonic(), candidates
+        start = time.monotonic()
+        self._candidates = [c for i, c in enumerate(candidates) if c not in candidates[:i]]
         if self._tuner is None:
             self._tuner = self._autotuner()
         self._tuner[grid](*args, **constants)
         best = self._tuner.best_config
         _spent += time.monotonic() - start
-        return Choice(best.kwargs, best.num_warps, best.num_stages)
+        found = Choice(best.kwargs, best.num_warps, best.num_stages)
+        return candidates.index(found) if found in candidates else 0
 
     def _autotuner(self) -> Any:
         """Which candidates it measures, each launch says."""
