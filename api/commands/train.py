@@ -106,6 +106,10 @@ class Tuning:
             metavar="X", help="Probability from which lud counts a token to a unit. Default: 0.5."
         ),
     ] = None
+    heads: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="KV heads of which mha2gqa makes one. Default: 2."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ def train(
             metavar="METHOD",
             help="A method with a trained part or a table (accel-compile recipes marks them), a recipe file that "
             "names one with its options, or a tuning: of a draft model (distillspec, adaspec) or of a model (cllm, "
-            "set-block, lud).",
+            "set-block, lud, mha2gqa).",
         ),
     ],
     model: Annotated[

@@ -1,6 +1,7 @@
 """Make the part of a method for the bundled model, on what that was trained on.
 
     python tools/train/part.py trim-kv --out trim-kv.safetensors --minutes 25 --length 256
+    python tools/train/part.py distillspec --model SMALL --target api/reference --out TUNED   # another folder's
 
 The options are those of `accel-compile train`, which makes parts for other models. A tuning of a draft
 model (`distillspec`) is of the bundled one.
@@ -75,6 +76,7 @@ def arguments(words: list[str]) -> tuple[str, dict[str, Any]]:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("method")
+    parser.add_argument("--model", type=Path, help="another folder than the bundled model's")
     for one in fields(TrainOptions):
         if isinstance(one.default, bool):
             parser.add_argument(f"--{one.name}", action="store_true")
@@ -97,7 +99,7 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         kind = kind_of(one)
         if kind is not None and issubclass(kind, HostKind) and kind.asks:
-            options = TrainOptions.of(method, given)
+            options = TrainOptions.of(method, {n: v for n, v in given.items() if n != "model"})
             count = options.samples * options.rows
             file, longest = Path(folder) / "tasks", max(100, options.length)
             given.setdefault("tasks", bundled_tasks(file, count, longest, options.seed))
@@ -105,8 +107,9 @@ def main(words: list[str]) -> None:
 
 
 def run(method: str, given: dict[str, Any]) -> None:
+    model = given.pop("model", None) or model_of(method)
     try:
-        made = train(method, model_of(method), given, rows=bundled_rows, say=print)
+        made = train(method, model, given, rows=bundled_rows, say=print)
     except (AccelError, OSError) as error:
         raise SystemExit(f"part: {error}") from None
     if made.file is None:

@@ -10,8 +10,8 @@ and the embedding of `pause` that behind pauses; masks that draft (`s3d`) say th
 says; what a loop reads learns from a text (`adadec`), is searched on one (`draft-verify`) or several (`knn-ssd`), or
 learns from what the model answers (`learn2pd`, `adaptive-bok`, `atts`); a model that fills masks is tuned to be certain
 of its own answers (`dparallel`). Tunings are of no method: of a draft model to its target (`distillspec`, `adaspec`),
-and of a model to what a loop asks of it (`cllm`, `set-block`, `lud`). A table is measured instead. Each kind is a file
-in `runs/`.
+and of a model to what a loop asks of it (`cllm`, `set-block`, `lud`). A table is measured instead, and so is a model
+with fewer KV heads (`mha2gqa`). Each kind is a file in `runs/`.
 """
 
 from __future__ import annotations

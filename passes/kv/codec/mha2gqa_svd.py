@@ -22,10 +22,12 @@ class Mha2gqaSvd(Tables, Base):
     """`heads`: so many neighbouring KV heads, t, are stored as one of the same width D: their t D numbers in the first
     D right singular vectors of the activations of a text. Keys are stored before RoPE, which no basis of several heads
     commutes with. The heads must be a multiple of t.
+
+    The paper removes heads from the weights, and fine-tunes the model behind that: `accel-compile train mha2gqa` makes
+    such a model, which needs no codec, and `train distillspec` tunes it.
     """
 
     heads: int = option(2, least=1, most=64)
-    lacks = "heads removed from the weights, and the fine-tuning behind that"
     key: ClassVar[str] = "mha2gqa-svd"
     error = 8.0  # of random weights, whose heads have no common directions
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"heads": 1}, {"heads": 4})
