@@ -13,6 +13,7 @@ from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
+from accel.runtime.draft._beside import CHAIN, choice
 from accel.runtime.draft._by_levels import ByLevels
 from accel.runtime.draft._head import RELIES, built, head_folder
 from accel.runtime.inputs.ints import Ints
@@ -25,10 +26,36 @@ from accel.runtime.tree import Tree
 class Independent(ByLevels):
     """All nodes of a level have one law, as far as the tokens before do not matter to a row's sampler."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.probes, self.opening = False, 0.0
+    def __init__(self, follower: IndependentFollower, *args: Any):
+        super().__init__(follower, *args)
+        self._heads, self.opening = follower, 0.0
         self._laws: dict[tuple[int, int], Distribution | None] = {}
+
+    def probe(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
+        """See Drafters: one call says all drafts, each of which begins where the one before it ended."""
+        seen = {i: self.rows[i].seen for i in rows}
+        known = {i: self.rows[i].prompt.size for i in rows}
+        found, drafts = self._heads.past(seen, known), list[tuple[int, int]]()
+        for i, (first, said) in found.items():
+            place = first
+            while place < seen[i].size:
+                drafts.append(self._chain(i, said[place - first], place))
+                place += drafts[-1][1] + 1
+        return drafts
+
+    def _chain(self, i: int, said: Any, place: int) -> tuple[int, int]:
+        """How many tokens a chain by these logits [D,V] would have had from a row's token number `place` on, and how
+        many of them stand.
+        """
+        seen, stood = self.rows[i].seen, 0
+        for line in said[:CHAIN, : self._vocab]:
+            if place + stood == seen.size:
+                return stood, stood
+            end = place + stood
+            if choice(self.rows[i].sampler, line, seen[:end]) != seen[end]:
+                return stood + 1, stood
+            stood += 1
+        return stood, stood
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         self._laws = {}
