@@ -26,10 +26,32 @@ from accel.runtime.tree import Tree
 class Independent(ByLevels):
     """All nodes of a level have one law, as far as the tokens before do not matter to a row's sampler."""
 
-    def __init__(self, follower: IndependentFollower, *args: Any):
-        super().__init__(follower, *args)
-        self._heads, self.opening = follower, 0.0
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.probes, self.opening = False, 0.0
         self._laws: dict[tuple[int, int], Distribution | None] = {}
+
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        self._laws = {}
+        return super().draft(limits, more)
+
+    def law(self, row: int, logits: Logits, seen: Ints) -> Distribution | None:
+        key = row, seen.size
+        if key in self._laws:
+            return self._laws[key]
+        found = super().law(row, logits, seen)
+        if self.rows[row].sampler.choices(logits[None]) is not None:
+            self._laws[key] = found
+        return found
+
+
+class LooksBack(Independent):
+    """It looks back where all rows are greedy: what the target computed for the newest tokens is kept."""
+
+    def __init__(self, follower: IndependentFollower, rows: Sequence[Row], *args: Any):
+        super().__init__(follower, rows, *args)
+        self._heads = follower
+        self.probes = all(row.sampler.greedy for row in rows)
 
     def probe(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
         """See Drafters: one call says all drafts, each of which begins where the one before it ended."""
@@ -57,19 +79,6 @@ class Independent(ByLevels):
             stood += 1
         return stood, stood
 
-    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
-        self._laws = {}
-        return super().draft(limits, more)
-
-    def law(self, row: int, logits: Logits, seen: Ints) -> Distribution | None:
-        key = row, seen.size
-        if key in self._laws:
-            return self._laws[key]
-        found = super().law(row, logits, seen)
-        if self.rows[row].sampler.choices(logits[None]) is not None:
-            self._laws[key] = found
-        return found
-
 
 @dataclass(frozen=True)
 class IndependentHead(Base):
@@ -95,4 +104,4 @@ class IndependentHead(Base):
         if context.costs is not None:  # a draft in one call
             cost = steps_of(model.costs, count, context.costs, count) / head.independent
         follower = IndependentFollower(model, session, count, head)
-        return Independent(follower, rows, context, session.vocab_size, cost)
+        return LooksBack(follower, rows, context, session.vocab_size, cost)

@@ -178,6 +178,7 @@ def of_the_next_row(taps, row, start, stop, of=Taps.of):
     return of(taps, (row + 1) % len(taps._first), start, stop)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "use",
     [
