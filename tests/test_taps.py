@@ -79,16 +79,21 @@ def test_each_is_what_transformers_gives(monkeypatch, name, target):
         assert np.abs(whole.extra[stream(1)][row, :count] - other.numpy()).max() > 1e-2
 
 
-def test_the_norm_lies_behind_what_scales_the_last_layer(monkeypatch):
+def test_what_scales_the_last_layer_is_of_it_and_the_norm_behind(monkeypatch):
     """Gemma 4 multiplies what a layer gives by a number."""
     found = small_config(
         "gemma4_text", **{f"{n}_size_per_layer_input": 0 for n in ("hidden", "vocab")}
     )
     module = randomise(AutoModelForCausalLM.from_config(found), "scaled").eval()
     module.get_decoder().layers[-1].layer_scalar.fill_(0.7)
-    with build(monkeypatch, module, "eager", (FINAL,)) as made, made.session(1) as session:
-        found = session.step(TOKENS[:1], want=[FINAL]).extra[FINAL][0]
-    np.testing.assert_allclose(found, published(module, TOKENS[0].tolist())[FINAL], atol=2e-5)
+    names = (FINAL, *(stream(i) for i in range(module.config.num_hidden_layers)))
+    with build(monkeypatch, module, "eager", names) as made, made.session(1) as session:
+        found = session.step(TOKENS[:1], want=names).extra
+    wanted = published(module, TOKENS[0].tolist())
+    for name in names:
+        np.testing.assert_allclose(found[name][0], wanted[name], atol=2e-5, err_msg=name)
+    unscaled = np.abs(found[names[-1]][0] / 0.7 - wanted[names[-1]].numpy()).max()
+    assert unscaled > 1e-2, "the control"
 
 
 @pytest.mark.few(1)

@@ -25,7 +25,9 @@ _ROWS = 61  # example number of rows while shapes are worked out
 
 @dataclass(frozen=True)
 class Head(Pass):
-    """Choose `rows [B,N]` of the tokens before the final norm and the output head, not after."""
+    """Choose `rows [B,N]` of the tokens before the final norm and the output head, not after, and behind a number that
+    scales the last layer.
+    """
 
     after = (Cache,)
     must_change = True
@@ -39,6 +41,8 @@ class Head(Pass):
         while (inner := _inner(node, kinds)) is not None:
             chain.append(node)
             node = inner
+        if chain and scales(chain[-1]):  # what the last layer gives
+            node = chain.pop()
         batch = step.input("tokens").meta["val"].shape[0]
         rows = editor.placeholder("rows", (batch, editor.symbol("N", _ROWS)), torch.int64)
         with graph.inserting_after(node):
@@ -69,6 +73,14 @@ def output_head(program: Program) -> Stored | None:
     if not isinstance(weight, fx.Node) or weight.op != "get_attr":
         return None
     return program.params.stored(str(weight.target))
+
+
+def scales(node: fx.Node) -> bool:
+    """Whether it is a value times one number of the model's."""
+    scale = node.args[1] if node.target is aten.mul.Tensor else None
+    if not isinstance(scale, fx.Node) or scale.op != "get_attr":
+        return False
+    return all(size == 1 for size in scale.meta["val"].shape)
 
 
 def _inner(node: fx.Node, kinds: Kinds) -> fx.Node | None:

@@ -16,7 +16,7 @@ from accel.passes import Pass, Report
 from accel.passes.recognise.cuts import cut_points, layer_groups
 from accel.passes.recognise.region import numbering
 from accel.passes.state.cache import Cache
-from accel.passes.state.head import Head
+from accel.passes.state.head import Head, scales
 from accel.passes.state.outline import arguments, called, outlined
 
 aten = torch.ops.aten
@@ -89,9 +89,14 @@ def _bounds(
     if not joins:
         return f"{site.name}: the residual stream ends after it"
     end = cuts.index(joins[-1])
-    while end + 1 < len(cuts) and cuts[end + 1].target is aten.reshape.default:  # as in the others
+    while end + 1 < len(cuts) and _of_layer(cuts[end + 1]):  # as in the others
         end += 1
     return [*starts, cuts[end]]
+
+
+def _of_layer(node: fx.Node) -> bool:
+    """Whether what comes behind the last join is still of the layer: another shape of it, or a number times it."""
+    return node.target is aten.reshape.default or scales(node)
 
 
 def _joins(node: fx.Node, alike: bool = False) -> bool:

@@ -105,7 +105,7 @@ class Beside(ByModel):
         said = row.sampler.choices(logits)
         if said is None:
             lines = enumerate(logits, first)
-            said = np.array([_choice(row.sampler, line, row.seen[:n]) for n, line in lines])
+            said = np.array([choice(row.sampler, line, row.seen[:n]) for n, line in lines])
         for stands in (said == row.seen[first : first + said.size]).tolist():
             stood += stands
             if not stands or stood == CHAIN:
@@ -117,7 +117,7 @@ class Beside(ByModel):
         self._follower.close()
 
 
-def _choice(sampler: Sampler, logits: Logits, seen: Ints) -> int:
+def choice(sampler: Sampler, logits: Logits, seen: Ints) -> int:
     """The token that a greedy sampler takes after `seen`; -1: none, because of an error there, as in `ByModel.law`."""
     try:
         return int(sampler.distribution(logits, seen).tokens[0])

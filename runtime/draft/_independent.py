@@ -13,6 +13,7 @@ from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
+from accel.runtime.draft._beside import CHAIN, choice
 from accel.runtime.draft._by_levels import ByLevels
 from accel.runtime.draft._head import RELIES, built, head_folder
 from accel.runtime.inputs.ints import Ints
@@ -44,6 +45,41 @@ class Independent(ByLevels):
         return found
 
 
+class LooksBack(Independent):
+    """It looks back where all rows are greedy: what the target computed for the newest tokens is kept."""
+
+    def __init__(self, follower: IndependentFollower, rows: Sequence[Row], *args: Any):
+        super().__init__(follower, rows, *args)
+        self._heads = follower
+        self.probes = all(row.sampler.greedy for row in rows)
+
+    def probe(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
+        """See Drafters: one call says all drafts, each of which begins where the one before it ended."""
+        seen = {i: self.rows[i].seen for i in rows}
+        known = {i: self.rows[i].prompt.size for i in rows}
+        found, drafts = self._heads.past(seen, known), list[tuple[int, int]]()
+        for i, (first, said) in found.items():
+            place = first
+            while place < seen[i].size:
+                drafts.append(self._chain(i, said[place - first], place))
+                place += drafts[-1][1] + 1
+        return drafts
+
+    def _chain(self, i: int, said: Any, place: int) -> tuple[int, int]:
+        """How many tokens a chain by these logits [D,V] would have had from a row's token number `place` on, and how
+        many of them stand.
+        """
+        seen, stood = self.rows[i].seen, 0
+        for line in said[:CHAIN, : self._vocab]:
+            if place + stood == seen.size:
+                return stood, stood
+            end = place + stood
+            if choice(self.rows[i].sampler, line, seen[:end]) != seen[end]:
+                return stood + 1, stood
+            stood += 1
+        return stood, stood
+
+
 @dataclass(frozen=True)
 class IndependentHead(Base):
     """`path`, `weights`: as of `eagle3`."""
@@ -68,4 +104,4 @@ class IndependentHead(Base):
         if context.costs is not None:  # a draft in one call
             cost = steps_of(model.costs, count, context.costs, count) / head.independent
         follower = IndependentFollower(model, session, count, head)
-        return Independent(follower, rows, context, session.vocab_size, cost)
+        return LooksBack(follower, rows, context, session.vocab_size, cost)

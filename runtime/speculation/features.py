@@ -69,6 +69,11 @@ class Taps(CallWatcher):
         parts.append(values)
         self._sizes[row] += len(values)
 
+    def first(self, row: int) -> int:
+        """The first position of a row that is not forgotten."""
+        self._sort()
+        return self._first[row]
+
     def of(self, row: int, start: int, stop: int) -> Floats:
         """Those of positions `start` .. `stop` - 1 [n,F]; what is before the last of them is forgotten. Raises
         InputError where the target never ran one of them in this session.

@@ -14,7 +14,7 @@ from accel.runtime.decode.context import Model
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.features import Taps
-from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.follow import BACK, Follower
 
 
 def by_depth(
@@ -75,6 +75,35 @@ class IndependentFollower(Follower):
         session.rewind(np.zeros_like(counts))
         self._said = out.reshape(counts.size, self._head.independent, -1)
         return self._said[:, :1]
+
+    def past(
+        self, rows: Mapping[int, Ints], known: Mapping[int, int]
+    ) -> dict[int, tuple[int, npt.NDArray[np.float32]]]:
+        """What the heads would have said of the newest tokens of rows [n], of which they begin with `known` that nobody
+        asks about: the number of the first, and the logits [m,D,V] of all heads for a draft that begins with it, or
+        with one of the m - 1 after it. Rows of which nothing is to be said are left out.
+        """
+        session, starts = self._session, dict[int, int]()
+        for i, ids in rows.items():
+            start, read = max(known[i], ids.size - BACK) - 2, self._taps.first(i)
+            start = max(start, read + (read > 0))  # what was read last has drafted already
+            if start < ids.size - 2:
+                starts[i] = start
+        if not starts:
+            return {}
+        counts = np.zeros(session.batch, np.int64)
+        for i, start in starts.items():
+            counts[i] = rows[i].size - 2 - start
+        features = np.zeros((counts.size, int(counts.max()), self._head.width), np.float32)
+        for i, start in starts.items():
+            features[i, : counts[i]] = self._taps.of(i, start, start + int(counts[i]))
+        out = session.run(np.zeros(features.shape[:2], np.int64), counts, embeds=features)
+        session.rewind(np.zeros_like(counts))
+        heads = self._head.independent
+        return {
+            i: (start + 2, out[i, : counts[i]].reshape(int(counts[i]), heads, -1))
+            for i, start in starts.items()
+        }
 
     def guess(
         self, rows: Mapping[int, tuple[Ints, npt.NDArray[np.bool_]]], new: Mapping[int, int]

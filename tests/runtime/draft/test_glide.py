@@ -325,7 +325,7 @@ def test_caches_that_are_stored_otherwise_are_refused(home, tmp_path, tables, wo
         (lambda t, c: t.pop("layers.0.cross_attn.o_proj.weight"), "lacks layers.0.cross_attn.o_"),
         (lambda t, c: t.update(extra=torch.zeros(2)), "has extra .1 tensors more"),
         (lambda t, c: t["norm.weight"].fill_(torch.nan), "norm.weight holds numbers that are not"),
-        (lambda t, c: t["d2t"].fill_(99), "d2t names a token|d2t names 60 tokens"),
+        (lambda t, c: t["d2t"].fill_(99), "d2t names token 101, and the target has 101"),
         (lambda t, c: c.update(num_attention_heads="a"), "num_attention_heads = 'a'; a head needs"),
         (lambda t, c: c.update(hidden_act="no"), "transformers makes no layers|'no'"),
         (lambda t, c: c["target_config"].update(num_key_value_heads=1), "each of 1 heads of .* tr"),

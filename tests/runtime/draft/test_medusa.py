@@ -422,3 +422,37 @@ def test_heads_of_other_targets_are_refused(target, tmp_path):
     with pytest.raises(RecipeError, match="reads states of 32 numbers, (?s:.*) train medusa MODEL"):
         build(folder, path).close()
     assert with_draft("base", path).tables["draft"]["use"] == "medusa"
+
+
+def test_what_drafts_would_have_been(target, built):
+    """Of tokens that came without drafts, each from where the one before it ended; then a draft is what it is anyway.
+    The control: what the token after says.
+    """
+    (module, _), (model, tensors) = target, built
+    said_after, text = (lambda seen: chain(module, tensors, seen, HEADS)), texts_of(20)[0][:6]
+    prompt = list(text)
+    for stands in (2, HEADS, 0, 1):
+        drafted = said_after(text)
+        text += drafted[:stands]
+        if stands != 1:  # the last has not ended
+            text.append(next(t for t in (3, 4) if t not in drafted[stands : stands + 1]))
+    with model.session(1) as session:
+        rows = rows_of([prompt])
+        drafters = opened(model, session, rows)
+        session.prompt(np.array([prompt]))
+        session.run(np.array([text[len(prompt) : -1]]))
+        for token in text[len(prompt) :]:
+            rows[0].accept(token, None)
+        assert drafters.probes and drafters.probe([0]) == [(3, 2), (HEADS, HEADS), (1, 0), (1, 1)]
+        assert drafters.probe([0]) == [], "it was asked already"
+        assert asked(drafters, rows, 0, limit=HEADS)[0].tokens.tolist() == said_after(text)
+        drafters.close()
+    with model.session(1) as session:
+        drafters = opened(model, session, rows)
+        session.prompt(np.array([text[:-1]]))
+        past = drafters._follower.past
+        drafters._follower.past = lambda *given: {
+            i: (first + 1, said) for i, (first, said) in past(*given).items()
+        }
+        assert drafters.probe([0])[:2] != [(3, 2), (HEADS, HEADS)]
+        drafters.close()

@@ -294,7 +294,7 @@ def test_caches_that_are_stored_otherwise_are_refused(home, tmp_path, tables, wo
         (lambda t, c: t.pop("layers.o_proj.weight"), "lacks layers.o_proj"),
         (lambda t, c: t.update(extra=torch.zeros(2)), "has extra .1 tensors more"),
         (lambda t, c: t["summary_proj.weight"].fill_(torch.nan), "summary_proj.weight holds numb"),
-        (lambda t, c: t["d2t"].fill_(99), "d2t names a token|d2t names 60 tokens"),
+        (lambda t, c: t["d2t"].fill_(99), "d2t names token 101, and the target has 101"),
         (lambda t, c: c.update(num_attention_heads="a"), "num_attention_heads = 'a'; a head needs"),
         (lambda t, c: c.update(hidden_act="no"), "transformers makes no layer|'no'"),
         (lambda t, c: c.pop("summary_config"), "hidden_size = None; a head needs a whole"),
