@@ -22,8 +22,8 @@ class Stream:
     """The stream of rows of one text, tokens [n,T], through the layers of a program's step, `calls`.
 
     start: the stream [n,T,E] before the first layer. What layers take beside it (masks, positions, empty caches) is
-    computed once. value_of: what computes the nodes of layers and of the head. replaced: values of nodes that layers take,
-    in place of the program's.
+    computed once. value_of: what computes the nodes of layers and of the head. replaced: values of nodes that layers
+    take, in place of the program's.
     """
 
     def __init__(
