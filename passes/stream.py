@@ -22,8 +22,8 @@ class Stream:
     """The stream of rows of one text, tokens [n,T], through the layers of a program's step, `calls`.
 
     start: the stream [n,T,E] before the first layer. What layers take beside it (masks, positions, empty caches) is
-    computed once. value_of: what computes the nodes of layers and of the head. given: values of nodes that layers take,
-    in place of the program's.
+    computed once. value_of: what computes the nodes of layers and of the head. replaced: values of nodes that layers
+    take, in place of the program's.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Stream:
         calls: Sequence[fx.Node],
         tokens: Tensor,
         value_of: ValueOf = compute,
-        given: Mapping[fx.Node, Tensor] | None = None,
+        replaced: Mapping[fx.Node, Tensor] | None = None,
     ):
         self.params: Mapping[str, Tensor] = program.params
         self.calls, self.tokens = calls, tokens
@@ -44,7 +44,7 @@ class Stream:
         others = [a for a in inputs if a not in map(stream_after, calls)]
         with torch.no_grad():
             values = evaluate(others, self.params, self._inputs)
-        self._values = {**dict(zip(others, values, strict=True)), **(given or {})}
+        self._values = {**dict(zip(others, values, strict=True)), **(replaced or {})}
         self.start: Tensor = self._values[_before(calls[0])]
 
     def layer(
@@ -52,13 +52,13 @@ class Stream:
         index: int,
         x: Tensor,
         params: Mapping[str, Tensor] | None = None,
-        given: Mapping[fx.Node, Tensor] | None = None,
+        replaced: Mapping[fx.Node, Tensor] | None = None,
     ) -> Tensor:
-        """The stream behind a layer, of x [n,T,E] before it. params, given: in place of the program's, and of what
+        """The stream behind a layer, of x [n,T,E] before it. params, replaced: in place of the program's, and of what
         layers take.
         """
         call = self.calls[index]
-        values = {**self._values, **(given or {}), _before(call): x}
+        values = {**self._values, **(replaced or {}), _before(call): x}
         out: Tensor = self._value_of(call, params or self.params, self._inputs, values)[0]
         return out
 

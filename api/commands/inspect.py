@@ -184,12 +184,9 @@ def _depth(depth: Depth | None) -> list[tuple[str, str]]:
     which = "" if all(depth.plan) else f" ({', '.join(chosen)})"
     does = "early exit" if depth.mlp is None else "fewer MLPs"
     if depth.routed:
-        return [
-            (
-                "depth",
-                f"each token leaves out branches above a confidence of {depth.threshold:g}; cache {depth.cache}",
-            )
-        ]
+        what = "layers" if depth.mlp is None else "branches"
+        how = f"each token leaves out {what} above a confidence of {depth.threshold:g}"
+        return [("depth", f"{how}; cache {depth.cache}")]
     if depth.by_prompt is not None:
         return [
             (

@@ -42,7 +42,7 @@ def widths(node: fx.Node) -> tuple[int, int]:
 
 def begin(call: fx.Node, rank: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Adapters of a layer that add nothing."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for number, node in enumerate(products(call)):
         into, out = widths(node)
         drawn = torch.randn(into, rank, generator=generator) * into**-0.5 / _SLOW

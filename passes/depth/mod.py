@@ -65,7 +65,7 @@ class Mod(Routed):
         return found | {Invariant.UNIFORM_SLOTS} if self.holes else found
 
     @property
-    def provides(self) -> frozenset[Invariant]:  # type: ignore[override]
+    def provides(self) -> frozenset[Invariant]:
         """See Base: layers, or branches of them."""
         return frozenset({Invariant.LAYERS_BY_CALL}) if self.holes else super().provides
 

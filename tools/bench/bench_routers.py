@@ -107,7 +107,7 @@ class Measured:
             elif not sites:
                 router = of_target(self.parts[index], "layer")
                 kept = choose(index, ~(method.spare(unit(x), **router) > method.limit))[..., None]  # type: ignore[attr-defined]
-                after = stream.layer(index, x, given=self.soft.hole(kept.float()))
+                after = stream.layer(index, x, replaced=self.soft.hole(kept.float()))
                 x = torch.where(kept, after, x)
             else:
 

@@ -35,9 +35,9 @@ class Layered:
         self,
         tokens: Tensor,
         value_of: ValueOf = compute,
-        given: Mapping[fx.Node, Tensor] | None = None,
+        replaced: Mapping[fx.Node, Tensor] | None = None,
     ) -> Stream:
-        """The residual stream of tokens [B,T]. given: see Stream."""
-        stream = Stream(self.program, self.calls, tokens, value_of, given)
+        """The residual stream of tokens [B,T]. replaced: see Stream."""
+        stream = Stream(self.program, self.calls, tokens, value_of, replaced)
         stream.params = self.fixed
         return stream

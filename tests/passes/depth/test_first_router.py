@@ -278,3 +278,21 @@ def test_what_it_cannot_take_is_refused():
     for threshold in (-0.1, 1.1):
         with pytest.raises(RecipeError, match=f"threshold is {threshold}; give 0 to 1"):
             FirstRouter(threshold=threshold)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("on", ["eager", "onnx"])
+@pytest.mark.long
+def test_adapters_are_not_rounded_with_the_weights(on):
+    """In int8 a session is as far from the float one as a prompt of it. The control: without adapters it is further."""
+    keep = layers_of(TOKENS[0, :9])
+    tables = {
+        "depth": {"use": "first-router", "threshold": THRESHOLD, "trained": file_of("llama", COUNT)}
+    }
+    tables["weights"] = {"use": "int8"}
+    options = {"target": on, "max_context": 64, "max_batch": 1, "verify": False}
+    with accel.optimize(module_of(COUNT), tables, **options) as compiled, compiled.session() as one:
+        one.prompt(TOKENS[:1, :9])
+        got = after(one, TOKENS[:1], [9], 5)
+    error = far(got, wanted(TOKENS[0], 9, 5, keep))
+    assert error < 0.1 < far(got, wanted(TOKENS[0], 9, 5, keep, since=99))

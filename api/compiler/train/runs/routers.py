@@ -65,8 +65,8 @@ class SoftLayers(Layered):
                 by, cost_of_it = self.method.soft(
                     unit(x), progress, **of_target(parts[index], "layer")
                 )
-                given = self.hole(by) if self.method.holes else None
-                x = x + by * (stream.layer(index, x, given=given) - x)
+                replaced = self.hole(by) if self.method.holes else None
+                x = x + by * (stream.layer(index, x, replaced=replaced) - x)
                 costs.append(cost_of_it)
         mean = torch.stack(costs).mean() if costs else torch.zeros(())
         return stream.logits(x), mean
@@ -101,8 +101,8 @@ class SoftLayers(Layered):
         """
         late = (torch.arange(tokens.shape[1]) >= prompt)[None, :, None]
         gate = (late & ~keep.all(1)[:, None, None]).float()
-        given = None if self._adapts is None else {self._adapts: gate}
-        stream = self.stream(tokens, References().value, given)
+        replaced = None if self._adapts is None else {self._adapts: gate}
+        stream = self.stream(tokens, References().value, replaced)
         for layer, part in (parts or {}).items():
             stream.params = {**stream.params, **parameters(layer, part)}
         x = stream.start
