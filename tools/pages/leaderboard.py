@@ -117,8 +117,11 @@ def swept(name: str) -> list[Case]:
     for (axis, option), values in SWEEPS.items():
         if axis not in tables:
             continue
-        fields = {f.name for f in dataclasses.fields(axes[axis].method(tables[axis]["use"]))}
+        method = axes[axis].method(tables[axis]["use"])
+        fields = {f.name: f.default for f in dataclasses.fields(method)}
         if option in fields:
+            if axis == "depth":  # its own value, if it is among them, stands for a method
+                values = tuple(sorted(values, key=lambda v: v != fields[option]))
             table = {n: v for n, v in tables[axis].items() if n not in INSTEAD}
             beside = {**BESIDE.get((axis, option), {}), **BESIDE.get((axis, table["use"]), {})}
             table |= {n: v for n, v in beside.items() if n in fields}
