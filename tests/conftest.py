@@ -33,7 +33,7 @@ from accel.runtime.backends import clock
 from accel.runtime.backends.onnx import tune
 from accel.runtime.decode import costs
 
-from . import captures, sampled, traces
+from . import captures, interpreted, sampled, traces
 from .once import made_once
 from .select_case import Selecting, built
 
@@ -42,6 +42,8 @@ torch.set_num_threads(1)
 gc.set_threshold(100_000, 20, 20)  # graphs are many small objects that live on: a tenth of a build
 captures.share()
 traces.watch()
+if os.environ.get("TRITON_INTERPRET"):
+    interpreted.once()
 DRAWN = report._bars, report._errors
 report._bars = report._errors = lambda *_: ""  # a tenth of a build, where no test looks at them
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from torch import fx
@@ -53,7 +54,7 @@ def set_homes(
             program.state[i] = replace(state, home=homes[state.part])
     editor = Editor(program, program.step.graph)
     reads = [node for node in sites if operands_of(node).pages is not None]
-    for node, later in zip(reads, [*reads[1:], None], strict=True):
+    for node, later in zip_longest(reads, reads[1:]):
         x = operands_of(node)
         read = x.pages
         fetched = [held for part, held in ((Part.KEYS, x.k), (Part.VALUES, x.v)) if part in homes]
