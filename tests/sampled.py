@@ -1,4 +1,4 @@
-"""Which cases of a test the default run tries: 4 of a law, n of a test with `@pytest.mark.few(n)`. The rest are long,
+"""Which cases of a test the default run tries: 3 of a law, n of a test with `@pytest.mark.few(n)`. The rest are long,
 so the time of the default run does not grow with the methods. Tests of what a fixture builds
 take the same builds.
 """
@@ -10,7 +10,7 @@ from zlib import crc32
 
 import pytest
 
-OF_A_LAW = 4
+OF_A_LAW = 3
 _LAWS = Path(__file__).with_name("laws")
 
 
