@@ -10,6 +10,8 @@ from torch import fx
 
 from accel.ir.draft_head import (
     BIAS,
+    CANDIDATE_ROWS,
+    CANDIDATES,
     CONFIDENCE,
     FEATURES,
     FUSE,
@@ -43,6 +45,7 @@ class Features(Pass):
     `fuse(taps [B,T,F]) -> features [B,T,W]`: what the target's outputs become, where they are not features as they are.
     `markov(tokens [B,T], hidden [B,T,H], state [B,T,S]) -> bias [B,T,V], confidence [B,T,1], next_state [B,T,S]`: what
     the token before adds to logits, how sure that is, and what goes on to the next place, where `DraftHead` has them.
+    Where it has candidates, they are an input, too, `candidates [B,T,K]`, and what is added is theirs, `bias [B,T,K]`.
     """
 
     stage = -1
@@ -92,6 +95,8 @@ def _markov(program: Program, head: DraftHead) -> Entry:
         _given(program, entry, HIDDEN_ROWS, HIDDEN)
     if head.state:
         _given(program, entry, STATE_ROWS, STATE)
+    if head.candidates:
+        _given(program, entry, CANDIDATE_ROWS, CANDIDATES)
     entry.set_outputs(found)
     _trim(entry)
     return entry
