@@ -128,6 +128,6 @@ def _mixed(x: Tensor, kernel: Tensor, near: Tensor | None) -> Tensor:
     assert near is not None
     out = x * kernel[:, :, 0]
     for back in range(1, kernel.shape[2]):
-        x = torch.where(near, _before(x), torch.zeros_like(x))
+        x = _before(x) * near.to(x.dtype)
         out = out + x * kernel[:, :, back]
     return out
