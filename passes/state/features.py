@@ -26,7 +26,7 @@ from accel.ir.draft_head import (
     DraftHead,
 )
 from accel.ir.entries.embed import EMBED, EMBEDDED, EMBEDS
-from accel.ir.ops.rows import given_rows
+from accel.ir.ops.rows import given_rows, take_rows
 from accel.ir.program import Editor, Program
 from accel.ir.region import Entry
 from accel.passes import Pass, Report
@@ -89,6 +89,8 @@ def _markov(program: Program, head: DraftHead) -> Entry:
     """What the token before changes, of a hidden state and a state in place of what looks them up."""
     entry = program.copy().step
     parts: Any = _markov_rows(entry).args[1]
+    if parts.target is take_rows.default:
+        parts = parts.args[0]
     names = [BIAS, *[CONFIDENCE] * head.confident, *[NEXT_STATE] * (head.state > 0)]
     found = dict(zip(names, parts.args[0], strict=False))
     if head.hidden:
