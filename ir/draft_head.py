@@ -13,8 +13,10 @@ TAP_ROWS = "tap_rows.weight"  # the table that stands in for taps in a head's mo
 
 MARKOV = "markov"  # the entry that says what the token before changes in a block
 HIDDEN, STATE = "hidden", "state"  # its inputs [B,T,H] and [B,T,S]
-BIAS, CONFIDENCE, NEXT_STATE = "bias", "confidence", "next_state"  # its outputs [B,T,V|1|S]
+CANDIDATES = "candidates"  # its input [B,T,K]
+BIAS, CONFIDENCE, NEXT_STATE = "bias", "confidence", "next_state"  # its outputs [B,T,V|K|1|S]
 HIDDEN_ROWS, STATE_ROWS = "hidden_rows.weight", "state_rows.weight"  # as `TAP_ROWS`, for them
+CANDIDATE_ROWS = "candidate_rows"
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class DraftHead:
     has its own. tap_width: numbers of all taps.
 
     block: tokens of a block, the last of the text and masks (the token `mask`), which one call drafts; 0: none. Slot t
-    of such a head holds the features of token t, a block's tokens have none, and nothing lies behind logits. causal:
+    of such a head holds the features of token t, and nothing lies behind logits. The last feature is 1; a block's token
+    has no other, and its is less by 1 than that of the one before it in the block, the first's 0. causal:
     the layers where a token of a block sees those before it alone; in others all of a block see each other. anchored: a
     block's tokens say each the next one, the first too; else each mask says its own. markov: what they say changes by
     the token before, which the entry `markov` reads, one of a block after the other. hidden: numbers behind the logits
     of a block's token, which are read with the next one: by `markov`, or else by the next block. state: numbers that
-    `markov` hands from one to the next. confident: it says how sure a token is.
+    `markov` hands from one to the next. confident: it says how sure a token is. candidates: how many tokens, the
+    likeliest of a place, may come there; `markov` is given them, and says what is added to theirs alone; 0: all may.
 
     parallel: how many tokens one call drafts, the first from the features of the last token, the others in slots behind
     it that hold the token `mask`; 0: not so.
@@ -64,6 +68,7 @@ class DraftHead:
     hidden: int = 0
     state: int = 0
     confident: bool = False
+    candidates: int = 0
     parallel: int = 0
     independent: int = 0
     reads: int = 0

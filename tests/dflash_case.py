@@ -74,9 +74,12 @@ def block_logits(module, t, text, scales=(1.0, 1.0, 0.0), skip=1, **more):
 
 
 @torch.no_grad()
-def block_hidden(module, t, text, size=BLOCK, off=0, first=0, windows=(0, 0), causal=(), scale=1.0):
+def block_hidden(
+    module, t, text, size=BLOCK, off=0, first=0, windows=(0, 0), causal=(), scale=1.0, around=None
+):
     """The hidden states of a block's tokens [size,H], as its output head reads them. windows: tokens that each layer
-    sees, 0: all. causal: the layers where a token of a block sees none behind it. scale: of embeddings. The controls:
+    sees, 0: all. causal: the layers where a token of a block sees none behind it. scale: of embeddings. around: of a
+    part's name and its input what it reads, and what becomes of what it says; None: the part as it is. The controls:
     taps of layers `off` further, positions of the block `first` further.
     """
     states = module(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
@@ -96,6 +99,9 @@ def block_hidden(module, t, text, size=BLOCK, off=0, first=0, windows=(0, 0), ca
         a, b = y.chunk(2, -1)
         return y * cos + torch.cat([-b, a], -1) * sin
 
+    def parts(name, z):
+        return (z, lambda y: y) if around is None else around(name, z)
+
     back = torch.arange(n, n + size)[:, None] - torch.arange(n + size)
     for i, window in enumerate(windows):
         seen = torch.ones(size, n + size).bool()
@@ -104,7 +110,7 @@ def block_hidden(module, t, text, size=BLOCK, off=0, first=0, windows=(0, 0), ca
         if window:
             seen &= back < window
         p = f"layers.{i}."
-        z = norm(x, p + "input_layernorm")
+        z, after = parts(p + "attention", norm(x, p + "input_layernorm"))
         both = torch.cat([c, z])
         q, k, v = (
             (y @ t[f"{p}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, SIZE))
@@ -115,10 +121,10 @@ def block_hidden(module, t, text, size=BLOCK, off=0, first=0, windows=(0, 0), ca
         k, v = (y.repeat_interleave(HEADS // GROUPS, 1) for y in (k, v))
         q, k, v = (y.transpose(0, 1) for y in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        x = x + mixed.transpose(0, 1).flatten(1) @ t[p + "self_attn.o_proj.weight"].T
-        z = norm(x, p + "post_attention_layernorm")
+        x = x + after(mixed.transpose(0, 1).flatten(1) @ t[p + "self_attn.o_proj.weight"].T)
+        z, after = parts(p + "mlp", norm(x, p + "post_attention_layernorm"))
         up = F.silu(z @ t[p + "mlp.gate_proj.weight"].T) * (z @ t[p + "mlp.up_proj.weight"].T)
-        x = x + up @ t[p + "mlp.down_proj.weight"].T
+        x = x + after(up @ t[p + "mlp.down_proj.weight"].T)
     return norm(x, "norm")
 
 

@@ -69,9 +69,9 @@ class Steps:
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="What drafts for the model: the folder of a published head (EAGLE, DFlash, DSpark or Medusa, in its "
-            "authors' layout or that of speculators; speculators' MTP; Gemma 4's assistant), or a smaller model: a "
-            "directory, a GGUF file or an artifact.",
+            help="What drafts for the model: the folder of a published head (EAGLE, DFlash, DFlash2, DSpark or Medusa, "
+            "in its authors' layout or that of speculators; speculators' MTP; Gemma 4's assistant), or a smaller "
+            "model: a directory, a GGUF file or an artifact.",
         ),
     ] = None
     merge_adapter: options.MergeAdapter = None

@@ -109,9 +109,9 @@ def optimize(
         pooling: give vectors for texts: the "mean" of the tokens', the first ("cls") or the "last" one, of length 1;
             `model` has no head then. Default: as a directory's files of sentence-transformers say, if it has any.
         draft: what drafts for the model: the folder of a published head (EAGLE-3, in its authors' layout or that of
-            speculators; DFlash and DSpark, likewise; Medusa; speculators' MTP; Gemma 4's assistant), or a smaller
-            model: a directory, a GGUF file or an artifact. Next-token layers in the model's own directory need none:
-            the recipe `mtp`.
+            speculators; DFlash, DFlash2 and DSpark, likewise; Medusa; speculators' MTP; Gemma 4's assistant), or a
+            smaller model: a directory, a GGUF file or an artifact. Next-token layers in the model's own directory need
+            none: the recipe `mtp`.
 
     Returns:
         The compiled model. Close it, or use it in a `with` statement.

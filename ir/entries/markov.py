@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel.ir.draft_head import HIDDEN, STATE
+from accel.ir.draft_head import CANDIDATES, HIDDEN, STATE
 from accel.ir.draft_head import MARKOV as NAME
 from accel.ir.entries import EntryKind
 
@@ -21,7 +21,7 @@ class _Markov(EntryKind):
         return [] if head is None or not head.markov else [self.name]
 
     def example(self, program: Any, name: str) -> dict[str, Tensor]:
-        """A token of two rows, and random numbers."""
+        """A token of two rows, and random numbers and candidates."""
         import torch
 
         from accel.ir.entries._values import call, random
@@ -30,6 +30,9 @@ class _Markov(EntryKind):
         for one, width in ((HIDDEN, head.hidden), (STATE, head.state)):
             if width:
                 found[one] = torch.randn((2, 1, width), generator=random())
+        if head.candidates:
+            size = 2, 1, head.candidates
+            found[CANDIDATES] = torch.randint(program.facts.vocab_size, size, generator=random())
         return found
 
 

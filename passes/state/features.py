@@ -10,6 +10,8 @@ from torch import fx
 
 from accel.ir.draft_head import (
     BIAS,
+    CANDIDATE_ROWS,
+    CANDIDATES,
     CONFIDENCE,
     FEATURES,
     FUSE,
@@ -24,7 +26,7 @@ from accel.ir.draft_head import (
     DraftHead,
 )
 from accel.ir.entries.embed import EMBED, EMBEDDED, EMBEDS
-from accel.ir.ops.rows import given_rows
+from accel.ir.ops.rows import given_rows, take_rows
 from accel.ir.program import Editor, Program
 from accel.ir.region import Entry
 from accel.passes import Pass, Report
@@ -43,6 +45,7 @@ class Features(Pass):
     `fuse(taps [B,T,F]) -> features [B,T,W]`: what the target's outputs become, where they are not features as they are.
     `markov(tokens [B,T], hidden [B,T,H], state [B,T,S]) -> bias [B,T,V], confidence [B,T,1], next_state [B,T,S]`: what
     the token before adds to logits, how sure that is, and what goes on to the next place, where `DraftHead` has them.
+    Where it has candidates, they are an input, too, `candidates [B,T,K]`, and what is added is theirs, `bias [B,T,K]`.
     """
 
     stage = -1
@@ -86,12 +89,16 @@ def _markov(program: Program, head: DraftHead) -> Entry:
     """What the token before changes, of a hidden state and a state in place of what looks them up."""
     entry = program.copy().step
     parts: Any = _markov_rows(entry).args[1]
+    if parts.target is take_rows.default:
+        parts = parts.args[0]
     names = [BIAS, *[CONFIDENCE] * head.confident, *[NEXT_STATE] * (head.state > 0)]
     found = dict(zip(names, parts.args[0], strict=False))
     if head.hidden:
         _given(program, entry, HIDDEN_ROWS, HIDDEN)
     if head.state:
         _given(program, entry, STATE_ROWS, STATE)
+    if head.candidates:
+        _given(program, entry, CANDIDATE_ROWS, CANDIDATES)
     entry.set_outputs(found)
     _trim(entry)
     return entry

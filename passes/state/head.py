@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops.rows import take_rows
+from accel.ir.ops.rows import given_rows, take_rows
 from accel.ir.program import Editor, Program
 from accel.ir.weights import Stored
 from accel.passes import Pass, Report
-from accel.passes.recognise.region import Kinds
+from accel.passes.recognise.region import Kinds, numbering
 from accel.passes.state.cache import Cache
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ _ROWS = 61  # example number of rows while shapes are worked out
 @dataclass(frozen=True)
 class Head(Pass):
     """Choose `rows [B,N]` of the tokens before the final norm and the output head, not after, and behind a number that
-    scales the last layer.
+    scales the last layer; also where other numbers of the same tokens lie behind the logits.
     """
 
     after = (Cache,)
@@ -37,22 +37,21 @@ class Head(Pass):
         kinds = Kinds(graph)
         editor = Editor(program, graph)
         outputs = step.output_nodes()
-        node, chain = outputs["logits"], []
-        while (inner := _inner(node, kinds)) is not None:
-            chain.append(node)
-            node = inner
-        if chain and scales(chain[-1]):  # what the last layer gives
-            node = chain.pop()
+        node, chain = _nearest(outputs["logits"], kinds)
+        if chain and scales(chain[-1]) and not any(node in n.all_input_nodes for n in chain[:-1]):
+            node = chain.pop()  # what the last layer gives
         batch = step.input("tokens").meta["val"].shape[0]
         rows = editor.placeholder("rows", (batch, editor.symbol("N", _ROWS)), torch.int64)
         with graph.inserting_after(node):
             taken = editor.call(take_rows.default, node, rows)
-        first = chain[-1] if chain else None
-        if first is None:
+        if not chain:
             outputs["logits"] = taken
-        else:
-            first.replace_input_with(node, taken)
+        if chain and chain[0].target is given_rows.default:
+            with graph.inserting_before(chain[0]):
+                beside = editor.call(take_rows.default, _operand(chain[0], 1), rows)
+            chain[0].update_arg(1, beside)
         for changed in reversed(chain):
+            changed.replace_input_with(node, taken)
             changed.meta["val"] = editor.value(changed)
         last = outputs["logits"]
         if last.meta["val"].dtype is not torch.float32:
@@ -68,7 +67,8 @@ def output_head(program: Program) -> Stored | None:
     kinds = Kinds(program.step.graph)
     node: fx.Node | None = program.step.output_nodes()["logits"]
     while node is not None and node.target is not aten.linear.default:
-        node = _inner(node, kinds)
+        inner = _inner(node, kinds)
+        node = inner[0] if len(inner) == 1 else None
     weight = None if node is None else node.args[1]
     if not isinstance(weight, fx.Node) or weight.op != "get_attr":
         return None
@@ -83,18 +83,42 @@ def scales(node: fx.Node) -> bool:
     return all(size == 1 for size in scale.meta["val"].shape)
 
 
-def _inner(node: fx.Node, kinds: Kinds) -> fx.Node | None:
-    """The one [B,T,E] value that a per-token operator is applied to."""
+def _nearest(logits: fx.Node, kinds: Kinds) -> tuple[fx.Node, list[fx.Node]]:
+    """The value furthest from the logits of which they are made token by token, on every way, and what lies between,
+    the last first.
+    """
+    order, left, passed = numbering(logits.graph), {logits}, list[fx.Node]()
+    found = logits, list[fx.Node]()
+    if logits.target is given_rows.default:  # what a head computes beside them, of the same tokens
+        left, passed = {_operand(logits, 0)}, [logits]
+    while left:
+        last = max(left, key=order.__getitem__)
+        if len(left) == 1:
+            found = last, list(passed)
+        inner = _inner(last, kinds)
+        if not inner:
+            break
+        left.remove(last)
+        left.update(inner)
+        passed.append(last)
+    return found
+
+
+def _operand(node: fx.Node, place: int) -> fx.Node:
+    found = node.args[place]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _inner(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
+    """The [B,T,E] values that a per-token operator is applied to: one, or several that it lays side by side."""
     op = getattr(node.target, "overloadpacket", None)
     data = [n for n in node.all_input_nodes if kinds[n] == "data"]
-    if node.op != "call_function" or op not in _PER_TOKEN or len(data) != 1:
-        return None
-    others = [n for n in node.all_input_nodes if n is not data[0]]
-    value = data[0].meta.get("val")
-    if (
-        not isinstance(value, Tensor)
-        or value.dim() != 3
-        or any(kinds[n] != "const" for n in others)
-    ):
-        return None
-    return data[0]
+    beside = op is aten.cat and len(node.args) > 1 and node.args[1] in (-1, 2)
+    if node.op != "call_function" or not (beside or op in _PER_TOKEN and len(data) == 1):
+        return []
+    others = [n for n in node.all_input_nodes if n not in data]
+    values = [n.meta.get("val") for n in data]
+    if any(not isinstance(v, Tensor) or v.dim() != 3 for v in values):
+        return []
+    return [] if any(kinds[n] != "const" for n in others) else data

@@ -6,50 +6,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
-from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
-from accel.runtime.draft import Base, Drafters, More
-from accel.runtime.draft._head import RELIES, built, head_folder
-from accel.runtime.draft._published import config_of, dflash_taps
+from accel.runtime.draft import Drafters, More
+from accel.runtime.draft._block_head import BlockHead
+from accel.runtime.draft._head import built
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.blocks import BlockFollower
-from accel.runtime.speculation.guard import steps_of
 from accel.runtime.tree import Tree
 
 
 @dataclass(frozen=True)
-class DFlash(Base):
+class DFlash(BlockHead):
     """`path`: the folder of a head, in its authors' layout or that of speculators, or an artifact of one; it is copied
     into the artifact. Its embedding is the target's, and its output head where it has none. `weights`: as of `eagle3`.
 
     Each token of a block is the likeliest, whatever the others become.
     """
 
-    path: str = ""
-    weights: str = "int8"
-
-    embeds = head = blocks = True
-    relies = RELIES | {Invariant.CHAINS}
     lacks = "heads of models that scale embeddings"
-
-    def draft_folder(self) -> Path | None:
-        return head_folder(self.path)
-
-    def taps(self, layers: int) -> Sequence[str]:
-        folder = self.draft_folder()
-        assert folder is not None
-        return dflash_taps(config_of(folder, self.full_name))
 
     def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         model, head = built(self, context)
-        count, cost = len(rows), 0.0
-        if context.costs is not None:  # a block in one call
-            cost = steps_of(model.costs, count * head.block, context.costs, count) / head.block
-        return _Blocks(BlockFollower(model, session, count, head), rows, session, cost)
+        follower = BlockFollower(model, session, len(rows), head)
+        return _Blocks(follower, rows, session, self.cost(model, head, len(rows), context))
 
 
 class _Blocks(Drafters):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accel.ir.errors import RecipeError
@@ -15,19 +14,18 @@ from accel.ir.invariants import Invariant
 from accel.runtime.call import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
-from accel.runtime.draft import Base, Drafters
-from accel.runtime.draft._head import RELIES, built, head_folder
-from accel.runtime.draft._published import config_of, dflash_taps
+from accel.runtime.draft import Drafters
+from accel.runtime.draft._block_head import BlockHead
+from accel.runtime.draft._head import built
 from accel.runtime.draft._walk import Walk
 from accel.runtime.draft.model import TOKEN
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Distribution
-from accel.runtime.speculation.guard import steps_of
 from accel.runtime.speculation.walk import WalkFollower
 
 
 @dataclass(frozen=True)
-class DSpark(Base):
+class DSpark(BlockHead):
     """`path`: the folder of a head, in its authors' layout or that of speculators, or an artifact of one; it is copied
     into the artifact. Embedding and output head are its own. `weights`: as of `eagle3`.
 
@@ -35,14 +33,10 @@ class DSpark(Base):
     never asked.
     """
 
-    path: str = ""
-    weights: str = "int8"
     threshold: float = 0.0
 
-    embeds = head = blocks = True
     asks = {"tree": "chain"}
     provides = frozenset({Invariant.PROBABILITIES})
-    relies = RELIES | {Invariant.CHAINS}
     lacks = "the schedule of verification by load, and heads of Gemma and DeepSeek-V4"
 
     def __post_init__(self) -> None:
@@ -52,21 +46,10 @@ class DSpark(Base):
                 f"{self.full_name}: threshold = {self.threshold}; give a chance of 0 or more and less than 1"
             )
 
-    def draft_folder(self) -> Path | None:
-        return head_folder(self.path)
-
-    def taps(self, layers: int) -> Sequence[str]:
-        folder = self.draft_folder()
-        assert folder is not None
-        return dflash_taps(config_of(folder, self.full_name))
-
     def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         model, head = built(self, context)
-        count, cost = len(rows), 0.0
-        if context.costs is not None:  # a block in one call
-            cost = steps_of(model.costs, count * head.block, context.costs, count) / head.block
-            cost += TOKEN / context.costs.seconds[0]
-        follower = WalkFollower(model, session, count, head)
+        cost = self.cost(model, head, len(rows), context, TOKEN)
+        follower = WalkFollower(model, session, len(rows), head)
         return _Sure(follower, self.threshold, rows, context, session.vocab_size, cost)
 
 

@@ -19,7 +19,7 @@ from accel.runtime.speculation.follow import Follower
 
 class BlockFollower(Follower):
     """Slot t of the head's session holds the features of token t, of all tokens of a row but the last. A block behind
-    them is the last token and masks, which see each other; it is dropped after its call.
+    them is the last token and masks, which see each other and say their place in it; it is dropped after its call.
     """
 
     def __init__(self, model: Model, target: Session, batch: int, head: DraftHead):
@@ -56,6 +56,7 @@ class BlockFollower(Follower):
         embeds = np.zeros((*tokens.shape, head.embedding + head.width), np.float32)
         if head.embedding:
             embeds[:, :, : head.embedding] = self._target.embed(tokens)
+        embeds[:, :, -1] = -np.arange(width)
         columns = np.tile(self._first + np.arange(most), (counts.size, 1))
         places = session.lengths[:, None] + np.arange(width)
         return session.guess(tokens, tree, counts, columns, places, embeds=embeds)

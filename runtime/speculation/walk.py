@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.draft_head import BIAS, CONFIDENCE, HIDDEN, MARKOV, NEXT_STATE, STATE, DraftHead
+from accel.ir.draft_head import (
+    BIAS,
+    CANDIDATES,
+    CONFIDENCE,
+    HIDDEN,
+    MARKOV,
+    NEXT_STATE,
+    STATE,
+    DraftHead,
+)
 from accel.runtime.call import Logits
 from accel.runtime.decode.context import Model
 from accel.runtime.inputs.ints import Ints
@@ -32,7 +41,7 @@ class WalkFollower(BlockFollower):
         return self.said({i: int(ids[-1]) for i, ids in rows.items()})
 
     def said(self, before: Mapping[int, int]) -> Logits:
-        """The logits [B,1,V] of the next place of rows, by the token before."""
+        """The logits [B,1,V] of the next place of rows, by the token before; of what is no candidate minus infinity."""
         which, head = list(before), self._head
         places = self._block[which, self._place[which]]
         logits, hidden = np.split(places, [places.shape[1] - head.hidden], axis=1)
@@ -41,6 +50,9 @@ class WalkFollower(BlockFollower):
             inputs[HIDDEN] = hidden[:, None]
         if head.state:
             inputs[STATE] = self._state[which, None]
+        if head.candidates:
+            likeliest = np.argpartition(logits, -head.candidates)[:, -head.candidates :]
+            inputs[CANDIDATES] = likeliest[:, None]
         found = self._session.entry(MARKOV, inputs)
         if head.state:
             self._state[which] = found[NEXT_STATE][:, 0]
@@ -48,7 +60,11 @@ class WalkFollower(BlockFollower):
             self.confidence[which] = found[CONFIDENCE][:, 0, 0]
         self._place[which] += 1
         out = np.zeros((len(self._block), 1, logits.shape[1]), np.float32)
-        out[which, 0] = logits + found[BIAS][:, 0]
+        bias = found[BIAS][:, 0]
+        if head.candidates:
+            added, bias = bias, np.full_like(logits, -np.inf)
+            np.put_along_axis(bias, likeliest, added, 1)
+        out[which, 0] = logits + bias
         return out
 
     def join(self, other: Any) -> None:

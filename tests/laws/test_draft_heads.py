@@ -15,6 +15,7 @@ from accel.runtime.length.fixed import Fixed
 from accel.runtime.speculation.features import Taps
 from accel.runtime.speculation.round_cost import unmeasured_cost
 
+from ..dflash2_case import dflash2_config, dflash2_tensors
 from ..dflash_case import config_for, written
 from ..dflash_case import tensors_for as dflash_tensors
 from ..draft_case import rows_of
@@ -84,6 +85,7 @@ MADE = {
     "dflash": partial(
         llama, make=lambda p, m: written(p, config_for(m), dflash_tensors(m.config.hidden_size))
     ),
+    "dflash2": partial(llama, make=lambda p, m: written(p, dflash2_config(m), dflash2_tensors(m))),
     "dovetail": partial(llama, make=lambda p, m: case("dovetail").head_of(m, p)[0]),
     "dspark": partial(
         llama,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from accel.ir.capture.arch.features import StandIns
 from accel.ir.capture.arch.own_vocabulary import OwnVocabulary
 from accel.ir.draft_head import DraftHead
+
+TEXT = 0.5  # what the last feature of a token of the text is above, and that of a block's below
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class DFlashConfig:
 
     @property
     def head(self) -> DraftHead:
-        """What its sessions take and give: features end with a 1, which rows of a block lack."""
+        """What its sessions take and give: features end with a 1, and those of a block's tokens with 0 or less."""
         width = self.layers.hidden_size
         return DraftHead(
             "dflash",
@@ -99,16 +103,31 @@ class DFlash(nn.Module):
         x, h = self.stand_ins(tokens, self.fuse)
         if self.embed_tokens is not None:
             x = self.embed_tokens(tokens)
-        text, c = h[..., -1:] > 0.5, h[..., :-1]
+        text, c = h[..., -1:] > TEXT, h[..., :-1]
         if self.scales.embedding != 1:
             x = x * self.scales.embedding
-        turns = self.rotary(x, positions)
+        turns, near = self.rotary(x, positions), self.near(h[..., -1:])
         for layer, window in zip(self.layers, self.windows, strict=True):
-            source = torch.where(text, c, layer.input_layernorm(x))
-            x = x + self._attention(layer, x, source, turns, window)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            mixes = partial(self._attention, layer, c, text, turns, window)
+            x = x + self.around("attention", layer, layer.input_layernorm(x), mixes, near)
+            x = x + self.around("mlp", layer, layer.post_attention_layernorm(x), layer.mlp, near)
         out: Tensor = self.norm(x)
         return out
+
+    def near(self, last: Tensor) -> Tensor | None:
+        """What `around` reads of the last features [B,T,1]."""
+        return None
+
+    def around(
+        self,
+        name: str,
+        layer: Any,
+        z: Tensor,
+        inner: Callable[[Tensor], Tensor],
+        near: Tensor | None,
+    ) -> Tensor:
+        """What a layer's attention or feed-forward network, `name`, makes of its normed input [B,T,H]."""
+        return inner(z)
 
     def said(self, x: Tensor) -> Tensor:
         """The logits [B,T,V] of the last hidden states."""
@@ -120,18 +139,23 @@ class DFlash(nn.Module):
         out: Tensor = self.words(logits)
         return out
 
-    def _attention(self, layer: Any, x: Tensor, source: Tensor, turns: Any, window: int) -> Tensor:
-        """Of queries from x, keys and values from `source` [B,T,H]; of the newest `window` tokens, 0: of all."""
+    def _attention(
+        self, layer: Any, c: Tensor, text: Tensor, turns: Any, window: int, z: Tensor
+    ) -> Tensor:
+        """Of queries from z [B,T,H], keys and values from it, too, or of text from c; of the newest `window` tokens, 0:
+        of all.
+        """
         from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
         own, (heads, groups) = layer.self_attn, self.heads
-        q = own.q_norm(own.q_proj(layer.input_layernorm(x)).unflatten(-1, (heads, -1)))
+        source = torch.where(text, c, z)
+        q = own.q_norm(own.q_proj(z).unflatten(-1, (heads, -1)))
         k = own.k_norm(own.k_proj(source).unflatten(-1, (groups, -1)))
         v = own.v_proj(source).unflatten(-1, (groups, -1))
         q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *turns)
         seen = None
         if window:
-            place = torch.arange(x.shape[1])
+            place = torch.arange(z.shape[1])
             back = place[:, None] - place
             seen = (back >= 0) & (back < window)
         mixed = F.scaled_dot_product_attention(

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from accel.ir.capture.arch.dflash import DFlash, DFlashConfig
-from accel.ir.capture.arch.features import ROWS
+from accel.ir.capture.arch.walk import WalkStandIns
 from accel.ir.draft_head import DraftHead
-from accel.ir.ops.rows import given_rows
 
 KINDS = ("vanilla", "gated", "rnn")  # of Markov heads
-STAND_INS = "walk_stand_ins."  # how names of what no folder holds begin
 
 
 @dataclass(frozen=True)
@@ -78,26 +76,6 @@ class Confidence(nn.Module):
         return out
 
 
-class WalkStandIns(nn.Module):
-    """Hidden states [B,T,H] and states [B,T,S] by a token's id, in place of those that calls give."""
-
-    no_mask: Tensor
-
-    def __init__(self, head: DraftHead):
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        hidden = torch.randn(ROWS, max(head.hidden, 1), generator=generator)
-        state = torch.randn(ROWS, head.state, generator=generator)
-        self.hidden_rows = nn.Embedding.from_pretrained(hidden)
-        self.state_rows = nn.Embedding.from_pretrained(state) if head.state else None
-        self.register_buffer("no_mask", torch.zeros(1, 1, dtype=torch.bool), persistent=False)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        turn = tokens % ROWS
-        h: Tensor = self.hidden_rows(turn)
-        return h, h[..., :0] if self.state_rows is None else self.state_rows(turn)
-
-
 class DSpark(DFlash):
     """tokens [B,T], positions [B,T] -> logits [B,T,V] of the next token, where a token is of a block, and behind them
     hidden states [B,T,H], where the Markov head reads them. What the token before changes is not in it: the pass
@@ -118,13 +96,7 @@ class DSpark(DFlash):
         out = self.said(x)
         if self.draft_head.hidden:
             out = torch.cat([out, x], dim=-1)
-        parts = self.markov(tokens, *self.walk_stand_ins(tokens))
-        wide = out.shape[-1] - sum(part.shape[-1] for part in parts)
-        parts.append(x.new_zeros(1, 1, 1).expand(*tokens.shape, wide))
-        found: Tensor = given_rows.default(
-            out, torch.cat(parts, dim=-1), self.walk_stand_ins.no_mask
-        )
-        return found
+        return self.walk_stand_ins.laid_by(out, self.markov(tokens, *self.walk_stand_ins(tokens)))
 
     def markov(self, tokens: Tensor, h: Tensor, state: Tensor) -> list[Tensor]:
         """What is added to logits [B,T,V], how sure that is [B,T,1], and the next states [B,T,S], by the tokens before

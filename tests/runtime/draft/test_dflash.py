@@ -126,10 +126,6 @@ def test_tokens_are_those_of_plain_decoding(tmp_path, target, target_name, tempe
         (lambda t, c: c.update(block_size=1), "block_size = 1; a head needs a whole number of 2"),
         (lambda t, c: c["dflash_config"].update(mask_token_id=101), "mask_token_id is 101, of 101"),
         (lambda t, c: c.update(conv_kernel_size=2), "a later form .conv_kernel_size = 2"),
-        (
-            lambda t, c: c.update(architectures=["DFlash2DraftModel"]),
-            "form .DFlash2DraftModel., and",
-        ),
         (lambda t, c: c.update(markov_rank=8), "later form .markov_rank = 8., and"),
         (lambda t, c: c.update(num_target_layers=5), "num_target_layers = 5, and the model has 4"),
         (lambda t, c: c.update(model_type="llama"), "layers are of model_type 'llama'"),

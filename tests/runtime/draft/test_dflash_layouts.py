@@ -159,7 +159,6 @@ def test_tensors_of_the_target_are_left_out(tmp_path, target):
             lambda t, c: c.update(aux_hidden_state_layer_ids=[1, LAYERS + 1]),
             r"comes out of layers \[0, 4\], and its target has 4",
         ),
-        (lambda t, c: c.update(speculators_model_type="dflash2"), "later form .dflash2., and"),
         (lambda t, c: c.update(projector_type="domino"), "form .projector_type = 'domino'"),
         (lambda t, c: c.pop("transformer_layer_config"), "hidden_size = None; a head needs"),
         (lambda t, c: c.update(sliding_window_non_causal=True), "in layers that slide over 5"),

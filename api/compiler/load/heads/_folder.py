@@ -42,7 +42,7 @@ class HeadFolder(Source):
         if (found := format_of(self.path, self.json, self.method)) is None:
             raise CaptureError(
                 f"{self.path}: its config.json is of no head that accel knows; give a folder of an EAGLE, DFlash, "
-                "DSpark or Medusa head, or of speculators' format"
+                "DFlash2, DSpark or Medusa head, or of speculators' format"
             )
         return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,38 +35,49 @@ from accel.ir.capture.arch.dflash import DFlash, DFlashConfig
 from accel.ir.errors import CaptureError
 from accel.runtime.draft._published import SPECULATORS, dflash_taps
 
-_LATER_KINDS, _LATER_NAMES = ("dflash2",), ("DFlash2DraftModel",)
 # of the target, in speculators' files
 OF_TARGET = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 
 
 def _is_head(path: Path, config: Config) -> bool:
-    """Later forms, too, which are refused by name."""
+    """Later forms of no name of their own, too, which are refused."""
     if SPECULATORS in config:
-        return config[SPECULATORS] in ("dflash", *_LATER_KINDS)
-    names = ("DFlashDraftModel", *_LATER_NAMES)
-    return any(one in name for name in class_names(config) for one in names)
+        return bool(config[SPECULATORS] == "dflash")
+    return any("DFlashDraftModel" in name for name in class_names(config))
 
 
-def _check(path: Path, config: Config, table: Config, target: Target) -> None:
-    """Raise CaptureError where it is of another target, or of a later form."""
+def _check(path: Path, table: Config) -> None:
+    """Raise CaptureError where it is of a later form."""
     later = {"conv_kernel_size": None, "markov_rank": None, "projector_type": "dflash"}
     said = [
         f"{n} = {table[n]!r}" for n, usual in later.items() if table.get(n) not in (usual, None)
     ]
-    said += [one for one in _LATER_KINDS if config.get(SPECULATORS) == one]
-    said += [one for one in _LATER_NAMES if one in " ".join(class_names(config))]
     if said:
         raise CaptureError(
-            f"{path}: it is a later form ({', '.join(said)}), and accel reads DFlash alone"
+            f"{path}: it is a later form ({', '.join(said)}), and by the names in config.json (architectures, "
+            f"{SPECULATORS}) it is DFlash; accel reads DFlash and DFlash2 (DFlash2DraftModel, dflash2) by their names"
         )
-    check_target(path, config, table, target)
 
 
 def _load(path: Path, config: Config, target: Target) -> Loaded:
     """The head, with the target's output head where it has none. Raises CaptureError."""
     table = table_of(config)
-    _check(path, config, table, target)
+    _check(path, table)
+    return load_dflash(path, config, table, target, lambda common: DFlash(DFlashConfig(**common)))
+
+
+def load_dflash(
+    path: Path,
+    config: Config,
+    table: Config,
+    target: Target,
+    make: Callable[[dict[str, Any]], DFlash],
+    others: tuple[str, ...] = (),
+) -> Loaded:
+    """The head that is made of what config.json says of DFlash (`DFlashConfig`), with the target's output head where it
+    has none. table: as of `table_of`. others: as of `fill`. Raises CaptureError.
+    """
+    check_target(path, config, table, target)
     layers = layers_of(path, config, table)
     block, mask = number(path, table, "block_size", 2), mask_of(path, table, layers)
     tensors: dict[str, Tensor] = dict(tensors_of(path))
@@ -79,23 +92,22 @@ def _load(path: Path, config: Config, target: Target) -> Loaded:
             f"{path}: its draft vocabulary has {table.get('draft_vocab_size')} tokens of {layers.vocab_size}, d2t "
             f"names {count or 'none'}, and lm_head.weight is {'there' if own else 'missing'}; fetch the head again"
         )
+    common = {
+        "layers": layers,
+        "taps": dflash_taps(config),
+        "block": block,
+        "mask": mask,
+        "causal": causal_layers(path, table, layers, block),
+        "anchored": bool(table.get("sample_from_anchor")),
+        "own_head": own,
+        "draft_vocabulary": count,
+        "scales": scales_of(path, table),
+    }
     with torch.no_grad():
-        head = DFlash(
-            DFlashConfig(
-                layers,
-                dflash_taps(config),
-                block,
-                mask,
-                causal_layers(path, table, layers, block),
-                bool(table.get("sample_from_anchor")),
-                own,
-                count,
-                scales_of(path, table),
-            )
-        )
+        head = make(common)
         if drafted is not None:
             head.words.set_ids(target_ids(path, drafted, len(drafted), layers.vocab_size))
-        fill(path, head, tensors, ("stand_ins.",) if own else ("stand_ins.", "lm_head."))
+        fill(path, head, tensors, ("stand_ins.", *others, *(() if own else ("lm_head.",))))
     if own:
         return Loaded(head.float().eval(), {})
     head.lm_head.weight, stored = output_head(path, target, layers.vocab_size, layers.hidden_size)

@@ -29,7 +29,8 @@ from accel.compiler.load.heads._blocks import (
     width_of,
 )
 from accel.compiler.load.heads.dflash import OF_TARGET
-from accel.ir.capture.arch.dspark import KINDS, STAND_INS, DSpark, DSparkConfig
+from accel.ir.capture.arch.dspark import KINDS, DSpark, DSparkConfig
+from accel.ir.capture.arch.walk import STAND_INS
 from accel.ir.errors import CaptureError, unknown
 from accel.runtime.draft._published import SPECULATORS, dflash_taps
 
