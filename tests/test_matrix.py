@@ -5,6 +5,7 @@ run by tools/matrix/matrix.py; here is a sample.
 import random
 
 import matrix
+import matrix_greedy
 import matrix_loops
 import matrix_page
 import pytest
@@ -130,3 +131,13 @@ def test_a_wrong_token_of_a_draft_is_caught(loops, monkeypatch):
     )
     monkeypatch.setattr(spec_chain.SpecChain, "__call__", lambda *_: Verdict((0,), 7))
     assert loops.run(case).kind == "wrong"
+
+
+def test_every_way_to_guess_is_tried_as_it_is_named():
+    """A shape brings a drafter that reaches it, but where the way names one."""
+    greedy, named = matrix_greedy.Greedy(), 0
+    for way in matrix_greedy.ways():
+        tables = greedy._recipe(matrix.Case("bundled", way)).tables
+        assert {axis: tables[axis]["use"] for axis, _ in way} == dict(way)
+        named += len(way) > 1
+    assert named > 20, "drafters with shapes"

@@ -86,7 +86,7 @@ class Greedy(matrix_loops.Loops):
         if "draft" in tables:
             tables["verify"] = {"use": "sample-match"}
         for axis, name in case.tables:
-            tables |= matrix_loops.reaching(axis, name)
+            tables = matrix_loops.reaching(axis, name) | tables
             if axis == "verify":  # a rule that is exact only so
                 tables[axis] |= find_axes()[axis].small(name)
         return Recipe(name=str(case), tables=tables)
