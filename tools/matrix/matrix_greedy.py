@@ -68,7 +68,8 @@ def ways() -> list[tuple[tuple[str, str], ...]]:
     for draft in axes["draft"].names():
         trees = axes["tree"].names() if "tree" in axes["draft"].build(draft).asks else ()
         found += [(("draft", draft), ("tree", tree)) for tree in trees] or [(("draft", draft),)]
-    found += [(("verify", name),) for name in axes["verify"].names()]
+    rules = (name for name in axes["verify"].names() if matrix_loops.is_tried("verify", name))
+    found += [(("verify", name),) for name in rules]
     found += [(("length", name),) for name in axes["length"].names()]
     for name in axes["loop"].names():
         loop = axes["loop"].method(name)

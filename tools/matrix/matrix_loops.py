@@ -67,22 +67,25 @@ FREE = Costs((1, 32), (1.0, 1.0))  # what calls cost, for all that the guard kno
 CLOSE = 1e-3  # between the best two logits, of the largest: a token that rounding may turn
 
 
-def _fills(axis: str, name: str) -> bool:
-    """Whether a method is for models that fill masks."""
-    return getattr(find_axes()[axis].method(name), "masked_diffusion", False)
+def is_tried(axis: str, name: str) -> bool:
+    """Whether a method is to give what plain decoding does: none for models that fill masks, and no rule that verifies
+    nothing.
+    """
+    method = find_axes()[axis].method(name)
+    return not getattr(method, "masked_diffusion", False) and getattr(method, "verifies", True)
 
 
 def cases() -> list[Case]:
     """Each method between calls, the rest of a recipe by default: with none of the graph, on every architecture; with
-    each of the graph on the first; on each other one with one of each axis of the graph. Loops that fill masks are for
-    other models.
+    each of the graph on the first; on each other one with one of each axis of the graph. What is not to give the tokens
+    of plain decoding is left out.
     """
     axes = {name: axis.names() for name, axis in find_axes().items()}
     left = {"loop": {"autoregressive", "speculative"}}
     hosts = {
         a: some
         for a in HOST
-        if (some := [m for m in axes[a] if m not in left.get(a, ()) and not _fills(a, m)])
+        if (some := [m for m in axes[a] if m not in left.get(a, ()) and is_tried(a, m)])
     }
     graph = {a: names for a, names in sorted(axes.items()) if a.partition(".")[0] in AXES}
     found = []
