@@ -78,3 +78,16 @@ def test_a_graph_may_differ_as_far_as_its_last_places_do(monkeypatch, noise):
         return
     with pytest.raises(Miscompiled, match="compress.onnx, run by onnxruntime"):
         accel.optimize(module, "kivi-2", max_context=64)
+
+
+def test_where_the_model_chooses_the_bound_is_of_nine_tokens_in_ten(monkeypatch):
+    """Half of the tokens count there, and codes turn for fewer than half by the last places of vectors."""
+    kinds, shares = verify.kind_of, []
+    near = {"step": replace(kinds("step"), error=1e-12)}
+    monkeypatch.setattr(verify, "kind_of", lambda name: near.get(name) or kinds(name))
+    monkeypatch.setattr(verify, "codes_slack", lambda program: 1e-12)
+    right = verify._moved
+    monkeypatch.setattr(verify, "_moved", lambda *a: shares.append(a[-1]) or right(*a))
+    monkeypatch.setattr(verify, "NOISE", 1e6)
+    accel.optimize(models.ARCHITECTURES["llama"](), "quantized-pruning", max_context=64).close()
+    assert set(shares) == {0.9}

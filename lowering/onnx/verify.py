@@ -97,7 +97,7 @@ def entry_error(
             del session  # before the next one is opened
         found = max((quantile(e[e != 0], share) for e in errors), default=0.0)
         if found > bound and codes_turn(program):
-            bound = max(bound, _moved(program, name, tried, share))
+            bound = max(bound, _moved(program, name, tried, 0.9 if slack else 1.0))
         if found > bound:
             raise differs(
                 f"{_ran(file)} by {found:.2e} of the largest value, more than {bound:g}", program
