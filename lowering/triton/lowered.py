@@ -19,6 +19,7 @@ from accel.ir.state import output_of
 from accel.ir.ties import TOPK
 from accel.lowering import triton
 from accel.lowering.triton import rules
+from accel.lowering.triton.writer.flags import CALL, Flag
 from accel.passes.check import codes_slack, differs, noise, quantile, token_errors
 from accel.passes.drive import run_both_ways, run_whole
 
@@ -27,9 +28,9 @@ _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
 
 @dataclass(frozen=True)
 class Compiled:
-    """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers. `plan`: inputs
-    that the host's branches go by, whose values it takes, too. `waits`: it has a branch whose flag the device
-    computes.
+    """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers. `plan`: what the
+    host's branches go by, whose values it takes, too: inputs, and `flags` that the host computes. `waits`: it has a
+    branch whose flag the device computes.
     """
 
     module: fx.GraphModule
@@ -39,6 +40,7 @@ class Compiled:
     defaults: dict[str, Tensor]  # of the inputs that a caller may leave out
     plan: tuple[str, ...] = ()
     waits: bool = False
+    flags: Mapping[str, Flag] = field(default_factory=dict)
 
     def __call__(
         self, args: Sequence[Any], plan: Sequence[Any] | None = None
@@ -47,7 +49,9 @@ class Compiled:
         inputs).
         """
         if plan is None:
-            plan = tuple(plan_of(self, dict(zip(self.inputs, args, strict=True))).values())
+            inputs = dict(zip(self.inputs, args, strict=True))
+            told = {**plan_of(self, inputs), **flags_of(self, inputs)}
+            plan = [told[name] for name in self.plan]
         with _ONE_AT_A_TIME if triton.interpreted() else nullcontext(), torch.no_grad():
             found: tuple[Tensor, ...] = self.module(*args, *plan)
         return found
@@ -57,6 +61,14 @@ def plan_of(compiled: Compiled, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
     """What the host's branches go by, of the inputs that are there: a bool, or a tuple of them."""
     values = {n: inputs[n].tolist() for n in compiled.plan if n in inputs}
     return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+
+
+def flags_of(compiled: Compiled, inputs: Mapping[str, Tensor]) -> dict[str, bool]:
+    """What the host computes for its branches. Values are read of the inputs in `CALL` alone."""
+    if not compiled.flags:
+        return {}
+    inputs = {n: x.cpu() if n in CALL else x for n, x in inputs.items()}
+    return {name: flag(inputs) for name, flag in compiled.flags.items()}
 
 
 @dataclass
@@ -111,6 +123,7 @@ def lower_program(program: Program, device_params: dict[str, Tensor] | None = No
             *(builder.module(), entry.inputs, outputs, states, defaults),
             tuple(builder.plan),
             builder.waits,
+            builder.flags,
         )
     lowered.tensors = {name: tensors[name] for name in program.params if name in tensors}
     whole = Builder(program, device, tensors, narrow)

@@ -1,5 +1,7 @@
 """Every bundled recipe on the Triton target beside the eager one: the same tokens and, within rounding, logits."""
 
+from dataclasses import dataclass
+
 import matrix
 import numpy as np
 import pytest
@@ -13,18 +15,37 @@ QUICK = {"quest", "by-branch"}  # by default: a selection of pages, branches of 
 PROMPTS = [[5, 9, 40, 7, 5, 9, 40, 7, 5, 9], [7, 7, 30]]
 
 
+@dataclass(frozen=True)
+class Bundled(matrix.Case):
+    """A recipe: its methods with their options; sizes are those for tiny models."""
+
+    recipe: str = "base"
+
+
+class Runner(matrix.Matrix):
+    """Which knows the options of a recipe beside its methods."""
+
+    def _recipe(self, case: Bundled) -> Recipe:
+        found = super()._recipe(case)
+        for axis, table in Recipe.load(case.recipe).tables.items():
+            kept = {
+                k: v for k, v in table.items() if not k.endswith("_ratio")
+            }  # `tokens_kept` says
+            found.tables[axis] = kept | found.tables[axis]
+        return found
+
+
 @pytest.fixture(scope="module")
 def runner():
-    return matrix.Matrix()
+    return Runner()
 
 
-def case_of(name: str) -> matrix.Case:
-    """A recipe's methods, with their sizes for tiny models."""
+def case_of(name: str) -> Bundled:
     tables = Recipe.load(name).tables
-    return matrix.Case("llama", tuple((axis, table["use"]) for axis, table in tables.items()))
+    return Bundled("llama", tuple((axis, table["use"]) for axis, table in tables.items()), name)
 
 
-def unlike(runner: matrix.Matrix, name: str) -> str:
+def unlike(runner: Runner, name: str) -> str:
     """How the two targets differ with a recipe; nothing: empty. Raises AccelError where the eager one refuses it."""
     case = case_of(name)
     eager = runner.eager(case)

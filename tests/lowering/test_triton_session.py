@@ -4,16 +4,18 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import matrix
 import numpy as np
 import pytest
 import torch
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.ir.axis import find_axes
 from accel.ir.ops.pages import few_to_many
 from accel.lowering.triton.lowered import Compiled
-from accel.lowering.triton.writer import builder
+from accel.lowering.triton.writer import builder, flags
 from accel.runtime.backends.triton import session as sessions
 from accel.runtime.backends.triton.recorded import Recorded
 from accel.runtime.backends.triton.sheet import Sheet
@@ -21,6 +23,8 @@ from accel.runtime.inputs.distant import Distant
 
 from ..session_ways import close
 from .test_triton_models import beside, module
+
+aten = torch.ops.aten
 
 
 class Replays:
@@ -420,7 +424,7 @@ def test_what_a_host_waits_for_is_seen():
 
 
 def test_a_selection_that_is_not_made_is_seen(monkeypatch):
-    monkeypatch.setitem(builder._BY_SHAPES, few_to_many.default, lambda *_: False)
+    monkeypatch.setitem(builder.BY_SHAPES, few_to_many.default, lambda *_: False)
     with selecting("quest") as eager, beside(eager) as model:
         with pytest.raises(AssertionError, match="Not equal"):
             tokens_alike(model, eager, 1)
@@ -431,6 +435,46 @@ def test_a_selection_that_goes_by_values_is_not_recorded(recorders):
     with selecting("sentencekv") as eager, beside(eager) as model:
         assert model.program.compiled["step"].waits
         assert tokens_alike(model, eager) == 0
+
+
+@pytest.fixture(scope="module")
+def foretelling():
+    case = matrix.Case("llama", (("kv.select", "attention-predictor"),))
+    with matrix.Matrix().eager(case) as eager:
+        yield eager
+
+
+@pytest.mark.long
+def test_a_selection_that_goes_by_positions_is_recorded_either_way(foretelling, recorders):
+    """Every third token looks at all keys; the host knows which."""
+    asked = Asked()
+    with beside(foretelling) as model:
+        assert not model.program.compiled["step"].waits
+        assert tokens_alike(model, foretelling, 7, asked) == 2 and not asked.found
+
+
+@pytest.mark.long
+def test_a_token_that_does_not_look_is_seen(foretelling, monkeypatch):
+    monkeypatch.setattr(flags.Flag, "__call__", lambda *_: False)
+    with beside(foretelling) as model, pytest.raises(AssertionError, match="Not equal"):
+        tokens_alike(model, foretelling, 7)
+
+
+def test_a_flag_of_the_call_is_the_hosts():
+    graph = fx.Graph()
+    names = {graph.placeholder(n): n for n in ("positions", "held")}
+    positions, held = names
+    due = graph.call_function(aten.eq.Scalar, (positions, 3))
+    due = graph.call_function(aten.any.default, (due,))
+    few = graph.call_function(few_to_many.default, (positions, held, 2, 4))
+    both = graph.call_function(aten.logical_and.default, (due, few))
+    flag = flags.flag_of(both, names)
+    for place, slots, want in ((3, 5, True), (2, 5, False), (3, 4, False)):
+        given = {"positions": torch.tensor([[place]]), "held": torch.empty(1, slots, device="meta")}
+        assert flag(given) is want
+    of_the_device = graph.call_function(aten.any.default, (held,))
+    either = graph.call_function(aten.logical_or.default, (both, of_the_device))
+    assert flags.flag_of(of_the_device, names) is None and flags.flag_of(either, names) is None
 
 
 # The host's work

@@ -9,9 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+START = 15  # seconds that the first part may import, and those of processes that end
 FAKE = """
 import json, sys, time
-name, lines, seconds = sys.argv[1:]
+name, lines = sys.argv[1:]
+float(input())
 with open(lines, "a") as file:
     print(json.dumps({"what": name, "value": 1.5, "unit": "ms", "note": ""}), file=file, flush=True)
 if name == "correctness":
@@ -32,7 +34,7 @@ def ran(*arguments):
 def test_a_part_that_crashes_or_hangs_loses_itself_alone(tmp_path, monkeypatch):
     (tmp_path / "gpu_parts.py").write_text(FAKE)
     monkeypatch.setattr(bench_gpu, "HERE", tmp_path)
-    monkeypatch.setitem(gpu_parts.PARTS, "kernels", gpu_parts.Part(gpu_parts.kernels, 0.5))
+    monkeypatch.setitem(gpu_parts.PARTS, "kernels", gpu_parts.Part(gpu_parts.kernels, 2.0))
     out = tmp_path / "out.json"
     only = [x for name in ("machine", "correctness", "kernels", "drafts") for x in ("--only", name)]
     said = ran(out, *only)
@@ -43,6 +45,24 @@ def test_a_part_that_crashes_or_hangs_loses_itself_alone(tmp_path, monkeypatch):
     assert parts["machine"]["status"] == parts["drafts"]["status"] == "done"
     assert "the device was lost" in parts["correctness"]["status"]
     assert "were over" in parts["kernels"]["status"] and "| kernels | 1.5 | ms |" in said
+
+
+def test_the_parts_fit_into_the_time_of_all():
+    needed = sum(part.seconds for part in gpu_parts.PARTS.values())
+    assert needed <= bench_gpu.SECONDS - START and bench_gpu.SECONDS < 8 * 60
+    every = gpu_parts.PARTS | gpu_parts.SPARE
+    assert all(2 * part.tuning <= part.seconds for part in every.values())
+    assert every["correctness"].tuning == 0
+    assert next(iter(gpu_parts.PARTS)) == "correctness"
+
+
+def test_seconds_shorten_every_part(tmp_path, monkeypatch):
+    (tmp_path / "gpu_parts.py").write_text(FAKE)
+    monkeypatch.setattr(bench_gpu, "HERE", tmp_path)
+    monkeypatch.setitem(gpu_parts.PARTS, "kernels", gpu_parts.Part(gpu_parts.kernels, 60.0))
+    ran(tmp_path / "out.json", "--only", "kernels", "--seconds", 15)
+    part = json.loads((tmp_path / "out.json").read_text())["parts"]["kernels"]
+    assert part["status"] == "its 2 s were over" and len(part["figures"]) == 1
 
 
 def test_no_part_begins_when_the_time_is_over(tmp_path):
@@ -83,7 +103,7 @@ def test_it_runs_to_its_end_on_a_tiny_model(tmp_path):
     out = tmp_path / "out.json"
     ran(out, "--tiny")
     parts = json.loads(out.read_text())["parts"]
-    assert parts.keys() == gpu_parts.PARTS.keys()
+    assert parts.keys() == (gpu_parts.PARTS | gpu_parts.SPARE).keys()
     assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, "done")
     missing = [
         one for part in parts.values() for one in part["figures"] if one["value"] == "not measured"

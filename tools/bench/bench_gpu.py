@@ -1,12 +1,14 @@
-"""The Triton target on one CUDA GPU, in parts, the most important first: correctness, the card's own speed, decode
-beside transformers, low-bit weights, caches, layers left out, drafts.
+"""The Triton target on one CUDA GPU, in parts, the most important first: correctness, the card's own speed, decode,
+attention, low-bit weights, caches, layers left out, drafts, transformers.
 
     python tools/bench/bench_gpu.py OUT.json [--seconds N] [--only PART …] [--tiny]
 
 Each part is a process of its own with a time of its own (`gpu_parts.PARTS`), so one that crashes or hangs loses itself
-alone. OUT.json is written anew whenever a figure is there, and the table is printed in the end. What was not measured
-says so, and why. `--tiny` runs all of it on a tiny model, on the CPU where there is no GPU: then figures mean nothing.
-Weights are random and made on the device, but for those of the bundled model.
+alone. It imports what it needs while the part before it runs. The times add up to less than SECONDS; the parts of
+`gpu_parts.SPARE` take what the others leave. `--seconds` shortens or lengthens all of them. OUT.json is written anew
+after each part, and the table is printed in the end. What was not measured says so, and why. `--tiny` runs all of it on
+a tiny model, on the CPU where there is no GPU: then figures mean nothing. Weights are random and made on the device,
+but for those of the bundled model.
 """
 
 from __future__ import annotations
@@ -37,46 +39,69 @@ def main(
     tiny: bool = False,
 ) -> None:
     """Measure part by part until the time is over."""
-    from gpu_parts import PARTS
+    from gpu_parts import PARTS, SPARE
 
-    start, slower = time.monotonic(), SLOWER if tiny else 1
+    start, all_of_it = time.monotonic(), seconds * (SLOWER if tiny else 1)
+    parts = {n: p for n, p in (PARTS | SPARE).items() if not only or n in only}
     found: dict[str, Any] = {"tiny": tiny, "parts": {}}
-    for name, part in PARTS.items():
-        if only and name not in only:
-            continue
-        left = seconds * slower - (time.monotonic() - start)
+    coming = list(parts)
+    following = Running(coming[0], tiny, out) if coming else None
+    for name, part in parts.items():
+        running, coming = following, coming[1:]
+        assert running is not None
+        following = Running(coming[0], tiny, out) if coming else None
+        left = all_of_it - (time.monotonic() - start)
         if left < LEAST:
+            running.stop()
             found["parts"][name] = {"status": f"{NOT_MEASURED}: no time was left", "figures": []}
         else:
-            found["parts"][name] = measured(name, min(left, part.seconds * slower), tiny, out)
+            found["parts"][name] = running.measured(min(left, part.seconds * all_of_it / SECONDS))
         out.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{name}: {found['parts'][name]['status']}", flush=True)
+    found["seconds"] = round(time.monotonic() - start, 1)
+    out.write_text(json.dumps(found, indent=1) + "\n")
     print(table(found))
 
 
-def measured(name: str, seconds: float, tiny: bool, out: Path) -> dict[str, Any]:
-    """A part in a process of its own, which writes its figures as they come."""
-    lines, log = out.with_suffix(f".{name}.jsonl"), out.with_suffix(f".{name}.log")
-    lines.unlink(missing_ok=True)
-    command = [sys.executable, str(HERE / "gpu_parts.py"), name, str(lines), str(seconds)]
-    begun = time.monotonic()
-    environment = {
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        **({"GPU_BENCH_TINY": "1"} if tiny else {}),
-    }
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+class Running:
+    """A part in a process of its own, which imports what it needs, waits to be told its seconds, and writes its figures
+    as they come.
+    """
+
+    def __init__(self, name: str, tiny: bool, out: Path):
+        self._lines, self._log = out.with_suffix(f".{name}.jsonl"), out.with_suffix(f".{name}.log")
+        self._lines.unlink(missing_ok=True)
+        told = {"PYTHONUNBUFFERED": "1", **({"GPU_BENCH_TINY": "1"} if tiny else {})}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "gpu_parts.py"), name, str(self._lines)],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, **told},
+            )  # fmt: skip
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+    def measured(self, seconds: float) -> dict[str, Any]:
+        """What it finds in so many seconds."""
+        begun = time.monotonic()
         try:
-            code = process.wait(seconds)
-            status = "done" if not code else f"stopped with exit code {code}: {last_line(log)}"
+            self._process.communicate(f"{seconds}\n".encode(), seconds)
+            code = self._process.returncode
+            status = (
+                "done" if not code else f"stopped with exit code {code}: {last_line(self._log)}"
+            )
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self.stop()
             status = f"its {seconds:.0f} s were over"
-    figures = [json.loads(x) for x in lines.read_text().splitlines()] if lines.exists() else []
-    lines.unlink(missing_ok=True)
-    return {"status": status, "seconds": round(time.monotonic() - begun, 1), "figures": figures}
+        lines = self._lines.read_text().splitlines() if self._lines.exists() else []
+        self._lines.unlink(missing_ok=True)
+        return {
+            "status": status,
+            "seconds": round(time.monotonic() - begun, 1),
+            "figures": [json.loads(line) for line in lines],
+        }
 
 
 def last_line(log: Path) -> str:

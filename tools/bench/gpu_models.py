@@ -131,10 +131,7 @@ def built(
     the device, and never on the host.
     """
     import accel
-    from accel.lowering.triton.lowered import lower_program
     from accel.lowering.triton.writer.halves import multiplied
-    from accel.runtime.backends.triton.backend import TritonBackend
-    from accel.runtime.model.compiled import CompiledModel
 
     with blank_codes(bits) if bits else nullcontext(), Repeated():
         made = accel.optimize(
@@ -151,9 +148,23 @@ def built(
     for n in multiplied(program):
         if n in blanks and blanks[n].dtype == torch.float32:
             blanks[n] = blanks[n].to(dtype)
-    params = {n: filled(blank, i) for i, (n, blank) in enumerate(blanks.items())}
-    lowered = lower_program(program, params)
-    return CompiledModel(TritonBackend(lowered), made.facts, recipe=made.recipe, program=lowered)
+    return on_triton(made, {n: filled(blank, i) for i, (n, blank) in enumerate(blanks.items())})
+
+
+def on_triton(eager: Any, params: dict[str, torch.Tensor] | None = None) -> Any:
+    """A model of the eager target on the Triton target; `params` lie on the device already."""
+    from accel.lowering.triton.lowered import lower_program
+    from accel.runtime.backends.triton.backend import TritonBackend
+    from accel.runtime.model.compiled import CompiledModel
+
+    lowered = lower_program(eager.program, params)
+    return CompiledModel(
+        TritonBackend(lowered),
+        eager.facts,
+        recipe=eager.recipe,
+        program=lowered,
+        tokenizer=eager.tokenizer,
+    )
 
 
 def weight_bytes(model: Any) -> dict[str, int]:

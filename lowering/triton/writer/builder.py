@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from accel.ir.ops.pages import are_few_to_many, few_to_many
 from accel.ir.program import Program
 from accel.ir.region import Conditional, Entry, Region, graphs_of
 from accel.ir.state import output_of
 from accel.ir.weights import Stored
+from accel.lowering.triton.writer.flags import BY_SHAPES, Flag, flag_of
 from accel.lowering.triton.writer.halves import HALVES, READERS, WIDEN
 from accel.lowering.triton.writer.table import lower
 
 aten = torch.ops.aten
 _SIZE = aten.sym_size.int
 _TO_FLOAT = {"dtype": torch.float32}
-_BY_SHAPES: Mapping[Any, Callable[..., bool]] = {few_to_many.default: are_few_to_many}
 
 
 class Builder:
@@ -44,9 +43,13 @@ class Builder:
         self.graph = fx.Graph()
         self.halves: set[fx.Node] = set()  # parameters of float32 that lie in half precision
         self.states: dict[str, fx.Node] = {}  # by name: those that the entry may write in place
-        self.plan: dict[str, fx.Node] = {}  # by name: values of inputs that the host knows
+        self.plan: dict[
+            str, fx.Node
+        ] = {}  # by name: values of inputs that the host knows, and flags
+        self.flags: dict[str, Flag] = {}  # by name: those that the host computes
         self.waits = False  # whether a branch goes by what the device computes
         self._sayable: dict[fx.Node, str] = {}  # inputs whose values the host may know
+        self._inputs: dict[fx.Node, str] = {}
         self._params: dict[str, fx.Node] = {}
         self._made: dict[tuple[Any, ...], fx.Node] = {}
 
@@ -77,6 +80,7 @@ class Builder:
         for index, name in enumerate(entry.inputs):
             values[name] = self.graph.placeholder(f"x{index}")
             values[name].meta["val"] = entry.input(name).meta["val"]
+        self._inputs = {node: name for name, node in values.items()}
         self.states = {name: values[name] for name in states}
         self._sayable = {values[name]: name for name in entry.defaults}
         found = dict(zip(entry.outputs, self._inline(entry.graph, values), strict=True))
@@ -145,17 +149,22 @@ class Builder:
         return tuple(results)
 
     def _flag(self, node: fx.Node) -> fx.Node | None:
-        """The value of a flag that the host knows: an input, an element of one, or what shapes say; None where the
-        device computes it.
+        """The value of a flag that the host knows: an input, an element of one, what shapes say, or what follows from
+        the call; None where the device computes it.
         """
         if node in self._sayable:
             return self.say(self._sayable[node])
-        if (known := _BY_SHAPES.get(node.target)) is not None:
+        if (known := BY_SHAPES.get(node.target)) is not None:
             return self.once(known, *node.args)
         if node.target is aten.select.int and (whole := node.args[0]) in self._sayable:
             assert isinstance(whole, fx.Node)
             return self.once(operator.getitem, self.say(self._sayable[whole]), node.args[2])
-        return None
+        name = f"flag {node.name}"
+        if name not in self.flags:
+            if (flag := flag_of(node, self._inputs)) is None:
+                return None
+            self.flags[name] = flag
+        return self.say(name)
 
     def say(self, name: str) -> fx.Node:
         """An input's value as the host knows it: a bool, or a tuple of them."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from accel.ir.adapters import ROWS
 from accel.ir.entries.step import LOGITS, STEP
 from accel.ir.state import Part
-from accel.lowering.triton.lowered import Compiled, Lowered, plan_of
+from accel.lowering.triton.lowered import Compiled, Lowered, flags_of, plan_of
 from accel.runtime.backends.eager import EagerSession
 from accel.runtime.backends.protocol import Compression, call_inputs
 from accel.runtime.backends.triton.memory import DeviceArray, room
@@ -95,21 +95,30 @@ class TritonSession(EagerSession):
         with room():
             self._keep_last()
             inputs = sheet.filled(given, pinned=self._device == "cuda")
-            run = partial(self._run, sheet)
+            plan = self._planned(sheet, inputs)
+            run = partial(self._run, sheet, plan)
             if self._recorded is None or tokens.shape[1] > WIDEST or tokens.size > MOST_TOKENS:
                 *found, best = run(inputs.to(self._device, non_blocking=True))
             else:
-                key: Hashable = (sheet, *self._plan.values())
+                key: Hashable = (sheet, *plan)
                 *found, best = self._recorded(key, inputs, run)
             out = dict(zip(self._compiled.outputs, found, strict=True))
             return Outputs(self._read(out[LOGITS], best), self._wanted(out, want))
 
-    def _run(self, sheet: Sheet, inputs: Tensor) -> tuple[Tensor, ...]:
+    def _planned(self, sheet: Sheet, inputs: Tensor) -> tuple[Any, ...]:
+        """What branches of the host go by in a call, whose inputs lie in a piece of the host's memory."""
+        if not self._compiled.flags:
+            return tuple(self._plan.values())
+        lie = dict(zip(self._compiled.inputs, self._args, strict=True))
+        told = self._plan | flags_of(self._compiled, lie | {**sheet.views(inputs)})
+        return tuple(told[name] for name in self._compiled.plan)
+
+    def _run(self, sheet: Sheet, plan: tuple[Any, ...], inputs: Tensor) -> tuple[Tensor, ...]:
         """What the step gives for the inputs that lie in a piece of the device's memory, and the best of its logits."""
         args = list(self._args)
         for name, value in sheet.views(inputs).items():
             args[self._places[name]] = value
-        found = self._compiled(args, tuple(self._plan.values()))
+        found = self._compiled(args, plan)
         return *found, _best(found[self._compiled.outputs.index(LOGITS)])
 
     def _read(self, logits: Tensor, best: Tensor) -> Logits:
