@@ -33,7 +33,6 @@ from accel.runtime.backends.onnx.mapped import memory_of, put_away
 RECIPES: dict[str, Any] = {
     "whole": [],
     "leoam": [{"kv": {"select": {"use": "leoam"}}}],
-    "leoam, ahead": [{"kv": {"select": {"use": "leoam", "ahead": True}}}],
     "leoam, 8 bits": [{"kv": {"select": {"use": "leoam"}}}, "kv-int8"],
     "leoam, 8 bits, pages of 64": [
         {"kv": {"select": {"use": "leoam", "page": 64, "chunk": 128}}}, "kv-int8"
@@ -49,7 +48,7 @@ def resident(arrays: list[Array]) -> npt.NDArray[np.bool_]:
         held = (ctypes.c_ubyte * -(-array.nbytes // mmap.PAGESIZE))()
         if call(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), held):
             raise OSError(ctypes.get_errno(), "mincore")
-        found.append(np.frombuffer(held, np.uint8) & 1 > 0)
+        found.append(np.frombuffer(bytes(held), np.uint8) & 1 > 0)
     return np.concatenate(found) if found else np.zeros(0, bool)
 
 
