@@ -34,8 +34,8 @@ class Sentencekv(Units):
     The paper first drops tokens of the prompt, of each head others, down to three times `tokens_read`. Here a unit's
     tokens lie in slots that all heads of a row share, so one choice is for all heads: `prefill.prune = gemfilter` with
     `tokens` three times `tokens_read`, beside it. Alone, the method drops nothing. Of SmolLM2's attention one choice
-    for all heads keeps nearly what choices by head do, `gemfilter`'s less, and answers are found as without a drop. Each
-    KV head, not each query head, has a list.
+    for all heads keeps nearly what choices by head do, `gemfilter`'s less, and answers are found as without a drop.
+    Each KV head, not each query head, has a list.
     """
 
     size: int = 16
