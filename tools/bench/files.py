@@ -57,10 +57,13 @@ class Steps:
 
     def __init__(self, session: Any, tokens: Array) -> None:
         self.session, self.tokens = session, tokens
-        self.files = [
-            a for a in session._core.backend.buffers().values() if memory_of(a) is not None
-        ]
         self.logits: list[Array] = []
+
+    @property
+    def files(self) -> list[Array]:
+        """As they are: a buffer that grows is another."""
+        held = self.session._core.backend.buffers().values()
+        return [a for a in held if memory_of(a) is not None]
 
     def step(self, cold: bool) -> tuple[float, int]:
         """Seconds, and bytes that came from files."""
@@ -71,7 +74,10 @@ class Steps:
         found = self.session.run(self.tokens[:, at : at + 1], last_only=True)
         seconds = time.perf_counter() - start
         self.logits.append(found[0, -1].astype(np.float64))
-        return seconds, int((resident(self.files) & ~before).sum()) * mmap.PAGESIZE
+        now = resident(self.files)
+        if len(now) > len(before):
+            raise typer.BadParameter("buffers grew in a step; give another --context")
+        return seconds, int((now & ~before).sum()) * mmap.PAGESIZE
 
 
 def log_odds(rows: list[Array]) -> Array:
