@@ -4,7 +4,6 @@ import ctypes
 import mmap
 import os
 import resource
-import time
 
 import models
 import numpy as np
@@ -88,40 +87,6 @@ def test_what_is_not_read_stays_on_the_disk(made):
             session.run(TOKENS[:, 1901:1940])  # which reads everything
             for array in buffers_of(session):
                 assert resident(array)[: 1940 // 16].all(), kernels
-
-
-@linux
-@pytest.mark.long
-@pytest.mark.parametrize("codec", ["", "kv-int8"])
-def test_pages_are_fetched_of_the_next_layer(codec):
-    """Those that the first layer reads; the control: an artifact that asks for none."""
-
-    def law(ahead):
-        recipe = [{"kv": {"select": OPTIONS | {"ahead": ahead}}}, *([codec] if codec else [])]
-        with (
-            accel.optimize(model(), recipe, max_context=4096, verify=False) as made,
-            accel.load(made.artifact.path, kernels="native", threads=1) as one,
-            one.session() as session,
-        ):
-            session.run(TOKENS[:, :1900])
-            held = buffers_of(session)
-            left = put_away(held)
-            session.run(TOKENS[:, 1900:1901])
-            first, second = (held[0::2], left[0::2]), (held[1::2], left[1::2])
-            for arrays, before in (first, second):
-                lower, upper = arrays
-                read = resident(lower) & ~before[0]
-                assert read.any()
-                for _ in range(100):
-                    missing = read & ~resident(upper)
-                    if not missing.any():
-                        break
-                    time.sleep(0.01)  # the system reads beside us
-                assert not missing.any(), "pages were not fetched"
-
-    law(True)
-    with pytest.raises(AssertionError, match="not fetched"):
-        law(False)
 
 
 @linux

@@ -116,3 +116,13 @@ def test_budgets_of_a_case():
     assert all(one.tables["kv.score"] == case.tables["kv.score"] for one in found)
     assert real_recipes.sized(case, []) == [case]
     assert real_recipes.sized(swept("int4")[0], [100, 50]) == [swept("int4")[0]]
+
+
+def test_an_option_may_add_an_axis():
+    case = swept("sentencekv")[0]
+    first = 'prefill.prune.use="gemfilter"'
+    found = real_recipes.changed(case, [first, "prefill.prune.tokens=384"]).tables
+    assert found["prefill.prune"] == {"use": "gemfilter", "tokens": 384}
+    assert found["kv.select"] == case.tables["kv.select"]
+    with pytest.raises(InputError, match="give AXIS.OPTION=VALUE of"):
+        real_recipes.changed(case, ["prefill.prune.tokens=384", first])

@@ -33,7 +33,6 @@ from accel.runtime.backends.onnx.mapped import memory_of, put_away
 RECIPES: dict[str, Any] = {
     "whole": [],
     "leoam": [{"kv": {"select": {"use": "leoam"}}}],
-    "leoam, ahead": [{"kv": {"select": {"use": "leoam", "ahead": True}}}],
     "leoam, 8 bits": [{"kv": {"select": {"use": "leoam"}}}, "kv-int8"],
     "leoam, 8 bits, pages of 64": [
         {"kv": {"select": {"use": "leoam", "page": 64, "chunk": 128}}}, "kv-int8"
@@ -49,7 +48,7 @@ def resident(arrays: list[Array]) -> npt.NDArray[np.bool_]:
         held = (ctypes.c_ubyte * -(-array.nbytes // mmap.PAGESIZE))()
         if call(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), held):
             raise OSError(ctypes.get_errno(), "mincore")
-        found.append(np.frombuffer(held, np.uint8) & 1 > 0)
+        found.append(np.frombuffer(bytes(held), np.uint8) & 1 > 0)
     return np.concatenate(found) if found else np.zeros(0, bool)
 
 
@@ -58,10 +57,13 @@ class Steps:
 
     def __init__(self, session: Any, tokens: Array) -> None:
         self.session, self.tokens = session, tokens
-        self.files = [
-            a for a in session._core.backend.buffers().values() if memory_of(a) is not None
-        ]
         self.logits: list[Array] = []
+
+    @property
+    def files(self) -> list[Array]:
+        """As they are: a buffer that grows is another."""
+        held = self.session._core.backend.buffers().values()
+        return [a for a in held if memory_of(a) is not None]
 
     def step(self, cold: bool) -> tuple[float, int]:
         """Seconds, and bytes that came from files."""
@@ -72,7 +74,10 @@ class Steps:
         found = self.session.run(self.tokens[:, at : at + 1], last_only=True)
         seconds = time.perf_counter() - start
         self.logits.append(found[0, -1].astype(np.float64))
-        return seconds, int((resident(self.files) & ~before).sum()) * mmap.PAGESIZE
+        now = resident(self.files)
+        if len(now) > len(before):
+            raise typer.BadParameter("buffers grew in a step; give another --context")
+        return seconds, int((now & ~before).sum()) * mmap.PAGESIZE
 
 
 def log_odds(rows: list[Array]) -> Array:

@@ -235,11 +235,15 @@ def page(found: list[dict[str, Any]]) -> str:
 
 
 def changed(case: Case, options: list[str]) -> Case:
-    """A case with other options, AXIS.OPTION=VALUE, the value as in TOML. Raises InputError."""
+    """A case with other options, AXIS.OPTION=VALUE, the value as in TOML; AXIS.use of an axis that it lacks adds that.
+    Raises InputError.
+    """
     tables = {axis: dict(table) for axis, table in case.tables.items()}
     for one in options:
         where, equals, value = one.partition("=")
         axis, _, option = where.rpartition(".")
+        if option == "use":
+            tables.setdefault(axis, {})
         if not equals or axis not in tables:
             raise InputError(f"--set {one}: give AXIS.OPTION=VALUE of {', '.join(tables)}")
         try:

@@ -347,8 +347,6 @@ def page_range(
 @lower(pages.fetch_pages.default)
 def fetch_pages(b: Builder, listed: str, buffer: str, page: int) -> Any:
     """Of numbers as they are, and of int8 codes."""
-    if b.dtype(buffer) == torch.int8:
-        return b.node("FetchPagesInt8", listed, buffer, domain=DOMAIN, page=page)
     if b.dtype(buffer) != torch.float32 or _made(b, buffer, "DecodeGroups"):
         return NotImplemented
     held, *scales = _as_stored(b, buffer)

@@ -44,15 +44,13 @@ class Layout:
     width: tokens of a call up to which each chooses for itself. selection: what sessions have to know. choosers: layers
     that attend to everything and choose what those behind them read, up to the next; none: each layer chooses for
     itself. homes: where keys and values of layers lie that only lists are read of, but for calls that read everything;
-    in memory, where it does not say. ahead: whether the pages that a layer reads of its files are fetched of those of
-    the next such layer, too, before that has chosen. spelling: whether the method goes by `program.spelling`.
+    in memory, where it does not say. spelling: whether the method goes by `program.spelling`.
     """
 
     width: int = FEW
     selection: Selection = Selection(FEW)
     choosers: tuple[int, ...] = ()
     homes: Mapping[Part, Home] = field(default_factory=dict)
-    ahead: bool = False
     spelling: bool = False
 
     def chooser(self, layer: int) -> int:
@@ -172,7 +170,7 @@ class Select(Pass):
         program.step.set_outputs(outputs)
         program.facts.selection = layout.selection
         if layout.homes:
-            set_homes(program, sites, layout.homes, layout.ahead)
+            set_homes(program, sites, layout.homes)
         if report.changed:
             method.finish(program)
         return report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 from torch import fx
@@ -35,12 +34,8 @@ def dense(program: Program, node: fx.Node) -> str:
     return ""
 
 
-def set_homes(
-    program: Program, sites: list[fx.Node], homes: Mapping[Part, Home], ahead: bool
-) -> None:
-    """Say where keys and values lie of layers that no attention reads all of in each call, and what is fetched: what
-    each attention reads, and if `ahead`, the same pages of the files of the next one, which may choose them, too.
-    """
+def set_homes(program: Program, sites: list[fx.Node], homes: Mapping[Part, Home]) -> None:
+    """Say where keys and values lie of layers that no attention reads all of in each call, and what is fetched."""
     listed: set[int | None] = set()
     whole: set[int | None] = set()
     for node in sites:
@@ -53,22 +48,15 @@ def set_homes(
         if own and state.layer in listed - whole:
             program.state[i] = replace(state, home=homes[state.part])
     editor = Editor(program, program.step.graph)
-    reads = [node for node in sites if operands_of(node).pages is not None]
-    for node, later in zip_longest(reads, reads[1:]):
+    for node in sites:
         x = operands_of(node)
+        if x.pages is None:
+            continue
         read = x.pages
-        fetched = [held for part, held in ((Part.KEYS, x.k), (Part.VALUES, x.v)) if part in homes]
-        if ahead and later is not None and operands_of(later).page == x.page:
-            files = [
-                s.name
-                for s in program.state
-                if s.layer == later.meta["layer"] and s.home is Home.MAPPED
-            ]
-            held = [program.step.input(name) for name in files]
-            fetched += [one for one in held if sizes(one)[1] == sizes(x.k)[1]]
         with editor.graph.inserting_before(node):
-            for one in fetched:
-                read = editor.call(fetch_pages.default, read, one, x.page, like=node)
+            for part, held in ((Part.KEYS, x.k), (Part.VALUES, x.v)):
+                if part in homes:
+                    read = editor.call(fetch_pages.default, read, held, x.page, like=node)
         node.kwargs = {**node.kwargs, "pages": read}
 
 

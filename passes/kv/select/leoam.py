@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.axis import option
-from accel.passes.kv.select import MAPPED, PAGES, Layout
+from accel.passes.kv.select import MAPPED, PAGES
 from accel.passes.kv.select._build import Build
 from accel.passes.kv.select._pages import Where, stored
 from accel.passes.kv.select.quest import Quest
@@ -30,9 +30,9 @@ class Leoam(Quest):
     would save abstracts alone, and pages of 32 in place of 16 lose attention in nearly every layer.
 
     On the disk lies what the cache holds: in codes with `kv.codec = kv-int8`, of which pages of 64 tokens fill the 4
-    KiB that the system reads at least. Pages are fetched side by side once they are chosen. With `ahead` those that a
-    layer reads are fetched of the next layer's files, too, while this one runs: the next one reads about half of them.
-    What was read stays in memory as long as the system has room, which is the paper's middle tier.
+    KiB that the system reads at least. Pages are fetched side by side once they are chosen, and none before: of those
+    that a layer reads the next one reads half. What was read stays in memory as long as the system has room, which is
+    the paper's middle tier.
 
     In memory are 5/64 of what keys and values take, with chunks of 64 tokens and pages of 16; of N pages a token
     looks at N/4 + 132 ranges. With enough chunks, or chunks of one page, the choice is `quest`'s.
@@ -40,7 +40,7 @@ class Leoam(Quest):
 
     chunk: int = option(64, one_of=PAGES, multiple_of="page")
     spread: int = option(2, least=1, most=1024)
-    ahead: bool = False
+    layout = MAPPED
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12,
         "page": 4,
@@ -54,10 +54,6 @@ class Leoam(Quest):
         if self.chunk == self.page:
             return pages
         return pages | stored(replace(self, page=self.chunk), build, node, f".{self.chunk}")
-
-    @property
-    def layout(self) -> Layout:
-        return replace(MAPPED, ahead=self.ahead)
 
     @property
     def taken(self) -> int:

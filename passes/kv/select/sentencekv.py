@@ -33,8 +33,9 @@ class Sentencekv(Units):
 
     The paper first drops tokens of the prompt, of each head others, down to three times `tokens_read`. Here a unit's
     tokens lie in slots that all heads of a row share, so one choice is for all heads: `prefill.prune = gemfilter` with
-    `tokens` three times `tokens_read`, beside it. Alone, the method drops nothing. Each KV head, not each query head,
-    has a list.
+    `tokens` three times `tokens_read`, beside it. Alone, the method drops nothing. Of SmolLM2's attention one choice
+    for all heads keeps nearly what choices by head do, `gemfilter`'s less, and answers are found as without a drop.
+    Each KV head, not each query head, has a list.
     """
 
     size: int = 16
@@ -43,7 +44,7 @@ class Sentencekv(Units):
     ends: str = ". ! ? ... \n\n \u3002 \uff01 \uff1f"
     end_ids: Any = None
 
-    lacks = "a first choice of a prompt's tokens by head (gemfilter, beside it, makes one for all heads)"
+    lacks = "a first choice of a prompt's tokens by head (gemfilter's, for all, loses no answer on SmolLM2)"
     layout = Layout(spelling=True)
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "dense_layers": 0, "end_ids": [11, 23, 30, 37, 44, 55],

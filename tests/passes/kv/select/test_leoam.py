@@ -1,20 +1,17 @@
 """LeoAM: bounds of chunks and pages, its choice beside quest's, what it keeps, builds against the oracle, bad input."""
 
-import itertools
-
 import models
 import pytest
 import torch
 
 import accel
-from accel.ir.ops.attention import Form, attention, operands_of
-from accel.ir.ops.pages import fetch_pages
+from accel.ir.ops.attention import Form
 from accel.ir.state import Home
 from accel.passes.kv.select._pages import Where
 
 from ....refused import refuses
-from ....select_case import Selecting, built
-from ....session_ways import close, law_every_target, singles
+from ....select_case import built
+from ....session_ways import law_every_target
 
 B, G, R, T, C, D = 2, 2, 3, 4, 96, 8
 SLOTS = torch.tensor([90, 53])
@@ -109,34 +106,6 @@ def test_pages_are_the_best_of_the_best_chunks():
                 assert {p for p in listed[1:] if p >= 0} == set(best)
 
 
-def law_fetched(case):
-    """A layer's list asks for its own keys and values, and in the call that chose it for the next such layer's files,
-    as they lie before the call.
-    """
-    program = case.program
-    files = [s.name for s in program.state if s.home is Home.MAPPED]
-    nodes = program.step.graph.find_nodes(op="call_function", target=attention.default)
-    for node, later in itertools.zip_longest(nodes, nodes[1:]):
-        pages, asked = operands_of(node).pages, []
-        while pages.target is fetch_pages.default:
-            asked.append(str(pages.args[1].target) if pages.args[1].op == "placeholder" else "own")
-            pages = pages.args[0]
-        layer = later and f"kv.{later.meta['layer']}."
-        assert asked[-2:] == ["own"] * 2
-        assert set(asked[:-2]) == {n for n in files if layer and n.startswith(layer)}
-
-
-def test_chunks_of_the_next_layer_are_fetched_ahead(stateful):
-    """The control: an artifact that asks for none."""
-    ahead, plain = (Selecting(stateful("llama"), built("leoam", ahead=x)) for x in (True, False))
-    law_fetched(ahead)
-    with pytest.raises(AssertionError):
-        law_fetched(plain)
-    tokens = plain.tokens(1, 40)
-    with ahead.session() as a, plain.session() as b:
-        close(singles(a, tokens), singles(b, tokens))
-
-
 @pytest.mark.long
 def test_every_way_through_a_session_is_that_of_the_oracle():
     small = {
@@ -146,7 +115,6 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
         "chunk": 16,
         "dense_layers": 1,
         "spread": 1,
-        "ahead": True,
     }
     with accel.optimize(
         models.make("llama", 2), {"kv": {"select": small}}, max_context=128, max_batch=2
