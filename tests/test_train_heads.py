@@ -208,7 +208,7 @@ def test_a_block_sees_what_was_there_before_it(opened, tmp_path):
                 known[:, first + 1 :] = 0
             logits = run.soft.head.said(x, known, torch.arange(count)[None])
             for n in range(min(BLOCK, count - first)):
-                p = run.soft.words.of(says[:, first + n + 1]).softmax(-1)
+                p = says[:, first + n + 1][:, run.soft.ids].softmax(-1)
                 losses[n].append(-(p * logits[:, first + n].log_softmax(-1)).sum(-1))
         return [torch.cat(one).mean() for one in losses]
 
@@ -301,7 +301,7 @@ def test_summaries_are_those_before_a_draft(opened, tmp_path):
             )
             apart = (found - final).abs()
             apart = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
-            words = module.lm_head.weight[run.soft.words.ids]
+            words = module.lm_head.weight[run.soft.ids]
             p, q = ((z @ words.T) for z in (final, found))
             losses.append(apart - 0.1 * (p.softmax(-1) * q.log_softmax(-1)).sum(-1).mean())
         return torch.stack(losses).mean()

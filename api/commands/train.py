@@ -154,6 +154,13 @@ class TrainingOptions:
             "Default: float32.",
         ),
     ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Where heads that draft learn: cpu or cuda. Default: cpu.",
+        ),
+    ] = None
     seed: options.Seed = None
     threads: options.Threads = None
     resume: Annotated[

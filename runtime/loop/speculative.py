@@ -267,6 +267,8 @@ class _Rounds(Rounds):
         limits = {i: min(limit, most) for i, most in self._paces.limits(live).items()}
         for i, most in limits.items():
             self._rows[i].drafting["fallback"] += most < 1
+        if limit < 1:
+            return dict.fromkeys(live, NONE)
         room = self._session.room
         limits = {
             i: min(most, self._rows[i].left - 1, int(room[i]) - 1) for i, most in limits.items()

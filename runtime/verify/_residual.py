@@ -30,26 +30,26 @@ def residual(p: Distribution, over: npt.NDArray[np.float64]) -> Distribution:
 
 
 def tried(
-    tree: Tree, owed: Distribution, children: Iterable[int], chance: Chance
+    tree: Tree, owed: Distribution, children: Iterable[int], chance: Chance, more: float = 1.0
 ) -> tuple[int | None, Distribution]:
-    """The first of these siblings that stands, each against what those before it left of the target's; if none does,
-    what is left.
+    """The first of these siblings that stands, each against what those before it left of the target's, times `more`;
+    if none does, what is left.
     """
     for child in children:
         law = tree.law(child)
-        if chance.accept(ratio(owed, law, int(tree.tokens[child]))):
+        if chance.accept(more * ratio(owed, law, int(tree.tokens[child]))):
             return child, owed
-        owed = residual(owed, excess(owed, law))
+        owed = residual(owed, excess(owed, law, more))
     return None, owed
 
 
-def descend(target: Target, chance: Chance) -> Verdict:
+def descend(target: Target, chance: Chance, more: float = 1.0) -> Verdict:
     """Recursive rejection: try a node's children in the order of drawing, each against what the target still
-    owes; go on below the first that stands.
+    owes, times `more`; go on below the first that stands.
     """
     tree, node, path = target.tree, ROOT, list[int]()
     while True:
-        child, owed = tried(tree, target.law(node), tree.children(node), chance)
+        child, owed = tried(tree, target.law(node), tree.children(node), chance, more)
         if child is None:
             return Verdict(tuple(path), chance.draw(owed))
         node = child

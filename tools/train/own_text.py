@@ -13,7 +13,7 @@ import ast
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -21,6 +21,7 @@ from corpus import collect
 from rich.progress import Progress
 
 import accel
+from accel.runtime.inputs.text import Tokenizer
 
 ROWS, CONTEXT, NEW = 16, 1024, 256
 PIECE, SHORTEST = 1200, 150  # characters of a text, and of a function, in a question
@@ -65,6 +66,13 @@ def questions(seed: int) -> Iterator[str]:
                 yield rng.choice(asked).format(rng.choice(found))
 
 
+def written(prompt: str, text: str, ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """A conversation: what was asked, and the answer with the token that ended it, if one did."""
+    last = ids[-1] if ids else -1
+    end = tokenizer.token(last) if last in tokenizer.special else None
+    return f"{prompt}{text}{end or ''}\n"
+
+
 def main(
     model: Path,
     out: Path,
@@ -72,6 +80,8 @@ def main(
     seed: int = 0,
 ) -> None:
     built = accel.optimize(model, max_context=CONTEXT, max_batch=ROWS)
+    if (tokenizer := built.tokenizer) is None:
+        raise typer.BadParameter(f"{model} has no tokenizer")
     asked, end, tokens = questions(seed), time.monotonic() + 60 * minutes, 0
     with built, out.open("a", encoding="utf-8") as file, Progress() as bar:
         shown = bar.add_task("answers", total=minutes * 60)
@@ -82,14 +92,14 @@ def main(
             prompts: list[str] = []
             while len(prompts) < ROWS:
                 chat = [{"role": "user", "content": next(asked)}]
-                text = built.tokenizer.apply_chat_template(chat, tokenize=False)
-                if len(built.tokenizer.encode(text)) < CONTEXT - NEW:
+                text = tokenizer.apply_chat_template(chat, tokenize=False)
+                if len(tokenizer.encode(text)) < CONTEXT - NEW:
                     prompts.append(text)
             params = accel.SamplingParams(max_tokens=NEW, temperature=turn % 2, seed=turn)
             found = built.generate(prompts, sampling_params=params)
             for prompt, text, ids in zip(prompts, found.text or [], found.tokens, strict=True):
                 tokens += len(ids)
-                file.write(f"{prompt}{text}\n")
+                file.write(written(prompt, text, ids, tokenizer))
             file.flush()
 
 

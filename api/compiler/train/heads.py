@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from accel.compiler.over_state import shared
 from accel.compiler.pipeline import pipeline
+from accel.compiler.train.device import move
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.run import Run
 from accel.compiler.train.source import Source
-from accel.compiler.train.whole import Whole
 from accel.ir.capture.arch.own_vocabulary import OwnVocabulary
 from accel.ir.entries.embed import EMBED
 from accel.ir.entries.step import LOGITS
@@ -36,7 +36,6 @@ from accel.passes.state.kv_taps import KvTaps
 from accel.passes.state.taps import Taps
 from accel.passes.trained import Parts
 from accel.runtime.artifact.atomic import AtomicOutputDir
-from accel.runtime.decode.trained_part import sample
 from accel.runtime.draft._published import CONFIG
 
 FADE = 0.8  # what a token of a draft weighs beside the one before it
@@ -62,18 +61,21 @@ class Beside:
     method: Any
     vocabulary: int  # of the head
     text: Tensor  # [B,N], rows of what it learns from
+    device: str  # on which it learns
 
     head: Any = None
 
     whole: ClassVar[bool] = False  # it drafts all tokens of the model, whatever `vocabulary`
 
     def start(self, inner: int, seed: int) -> Parts:
-        """The head's tensors, which have learnt nothing."""
+        """The head's tensors, which have learnt nothing, on the device. The model moves there, too."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.head = self.made()
         if self.ids is not None:
             self.words.set_ids(self.ids)
+        self.head.to(self.device)
+        move(self.program, self.device)
         named = self.head.named_parameters()
         return {0: {n: p for n, p in named if p.requires_grad and not n.startswith("stand_ins.")}}
 
@@ -141,11 +143,6 @@ class Beside:
         return int(self.program.step.output_nodes()[first].meta["val"].shape[2])
 
     @property
-    def names(self) -> str:
-        """By what the model is known again, as JSON."""
-        return json.dumps({"model": sample(lambda: Whole(self.program))})
-
-    @property
     def output_head(self) -> Tensor:
         """Of the model [V,E], of the tokens that the head drafts [Vd,E]. Raises InputError where it has no such one."""
         stored = output_head(self.program)
@@ -172,20 +169,23 @@ class Beside:
             found: Tensor = self.program.run(EMBED.name, {"tokens": tokens})[STREAM].float()
         return found
 
-    def taught(self, logits: Tensor, says: Tensor) -> tuple[Tensor, float]:
+    def taught(self, logits: Tensor, says: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of a head's logits [B,T,Vd] where the model says [B,T,V], and how often its likeliest token is the
         model's.
         """
-        said = self.words.of(says).softmax(-1)
-        loss = -(said * logits.log_softmax(-1)).sum(-1).mean()
-        right = self.words.ids[logits.argmax(-1)] == says.argmax(-1)
-        return loss, right.float().mean().item()
+        said, likeliest = says, logits.argmax(-1)
+        if self.ids is not None:
+            ids = self.ids.to(says.device)
+            said, likeliest = says[..., ids], ids[likeliest]
+        loss = -(said.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+        return loss, (likeliest == says.argmax(-1)).float().mean()
 
 
 class HeadsRun(Run):
     """Beside a model. A subclass declares the drafter whose heads it makes, and what stands beside the model."""
 
     folder = True
+    on_devices = True
     drafter: ClassVar[type[Any]]
     pair: ClassVar[type[Beside]]
 
@@ -213,25 +213,25 @@ class HeadsRun(Run):
         run(program, steps[done:], done=steps[:done])
         rows = source.rows(options.length, 8, options.seed)
         text = torch.cat([next(rows)[0] for _ in range(1 + COUNTED // options.length // 8)])
-        return cls.pair(program, method, options.inner, text), options
+        return cls.pair(program, method, options.inner, text, options.device), options
 
     @abstractmethod
-    def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:
+    def drafts(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         """What each drafted token of rows [B,T+1] gives to learn, as of `Beside.taught`."""
 
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1]."""
         found = self.drafts(ids)
         self.descend(torch.stack([FADE**n * loss for n, (loss, _) in enumerate(found)]).sum())
-        rights = {f"right {n + 1}": right for n, (_, right) in enumerate(found)}
+        rights = {f"right {n + 1}": right.item() for n, (_, right) in enumerate(found)}
         return {"loss": found[0][0].item()} | rights
 
     def write(self, out: Path, about: Mapping[str, str], by: Mapping[str, Any]) -> None:
         """A folder in the layout of the head's authors."""
-        tensors = {n: p.detach().half().contiguous() for n, p in self.saved().items()}
+        tensors = {n: p.detach().half().cpu().contiguous() for n, p in self.saved().items()}
         if (ids := self.soft.ids) is not None:
             tensors["d2t"] = ids - torch.arange(len(ids))
-            tensors["t2d"] = self.soft.words.drafted
+            tensors["t2d"] = self.soft.words.drafted.cpu()
         with AtomicOutputDir(out) as folder:
             text = json.dumps(self.soft.config(), indent=2) + "\n"
             (folder / CONFIG).write_text(text, encoding="utf-8")
@@ -257,7 +257,7 @@ class BesideIndependent(Beside):
 class IndependentRun(HeadsRun):
     """Head i learns at each place what the model says i + 1 tokens further."""
 
-    def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:
+    def drafts(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         taps, says = self.soft.read(ids)
         logits = self.soft.head.said(taps)
         count = ids.shape[1] - 1

@@ -38,11 +38,13 @@ class Tuning:
 class Kind(ABC):
     """How the file of some methods is made. `folder`: one that a build is given, in place of a file that it finds.
     `tunes`: the tuning that it is of, if it is of no method. `usual`: options that differ from the general ones.
+    `on_devices`: it learns on other devices than the processor, too.
     """
 
     folder: ClassVar[bool] = False
     tunes: ClassVar[type[Tuning] | None] = None
     usual: ClassVar[Mapping[str, Any]] = {}
+    on_devices: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

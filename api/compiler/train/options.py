@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from accel.compiler.train.device import CPU, check_device
 from accel.compiler.train.precision import FLOAT32, PRECISIONS
 from accel.ir.errors import InputError, shown, unknown
 from accel.ir.parts import parts
@@ -21,9 +22,10 @@ class TrainOptions:
     the draft model, for lengths, and of a smaller model, for kv-prediction. target, reference: those of a draft
     model's target, and of a draft model that was tuned before, for tunings. minutes: of learning, all sessions.
     budget: tokens that a head should hold. pressure: the weight of what goes beyond it. length, rows: tokens of a
-    row, and rows of a step. precision: of products with weights. samples: steps that a table is measured on. inner:
-    the width of a gate or a head, or the rank of a coprocessor's products. rate: of learning. threads: of the
-    processor; 0: as many as a model takes. resume: go on with a run that was left.
+    row, and rows of a step. precision: of products with weights. device: where it learns, as PyTorch names it.
+    samples: steps that a table is measured on. inner: the width of a gate or a head, or the rank of a coprocessor's
+    products. rate: of learning. threads: of the processor; 0: as many as a model takes. resume: go on with a run
+    that was left.
     """
 
     out: Path | None = None
@@ -42,6 +44,7 @@ class TrainOptions:
     inner: int = 128
     rate: float = 2e-3
     precision: str = FLOAT32
+    device: str = CPU
     seed: int = 0
     threads: int = 0
     resume: bool = False
@@ -53,6 +56,7 @@ class TrainOptions:
                 raise InputError(f"{name} is {shown(value)}; give more than 0")
         if self.precision not in PRECISIONS:
             raise InputError(unknown("precision", self.precision, PRECISIONS))
+        check_device(self.device)
 
     @classmethod
     def of(cls, key: str, settings: Mapping[str, Any]) -> TrainOptions:

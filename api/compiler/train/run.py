@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accel.compiler.measure import duration, kept_at, made_by, watched
 from accel.compiler.part_text import Batch
+from accel.compiler.train.device import CPU, made_on
 from accel.compiler.train.kind import Kind, Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.precision import products_in
@@ -142,7 +143,7 @@ class Run(Kind):
     def load(self) -> None:
         """Raises InputError: it is no run of this model and these options."""
         try:
-            state = torch.load(self.file, weights_only=True)
+            state = torch.load(self.file, map_location=CPU, weights_only=True)
             before = dict(state["options"])
             for mine, saved in zip(self.tensors, state["tensors"], strict=True):
                 mine.data.copy_(saved)
@@ -182,12 +183,13 @@ class Run(Kind):
             next(rows)  # those that a run before saw
         means: dict[str, float] = {}
         total, saved, begun = self.options.minutes * 60, time.monotonic(), self.step
+        device = self.options.device
         with self._signals():
             while not self.stopping and self.seconds < total:
                 start = time.monotonic()
                 batch = next(rows)
-                with products_in(self.options.precision):
-                    found = self.learn(*batch)
+                with made_on(device), products_in(self.options.precision):
+                    found = self.learn(*(one.to(device) for one in batch))
                 spent = time.monotonic() - start
                 self.seconds += spent
                 means = {

@@ -29,7 +29,7 @@ class BesideStates(Beside):
 class StatedRun(HeadsRun):
     """Beside a model. Its head has `guessed`: features of next tokens, by embeddings, features and places."""
 
-    def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:
+    def drafts(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         h, says = self.soft.read(ids)
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.step)
         size = NOISE * USUAL / h.shape[1]

@@ -25,6 +25,7 @@ import torch
 from accel.compiler.load.hub import model_folder
 from accel.compiler.load.source import open_source, tokenizer_of
 from accel.compiler.measure import Progress
+from accel.compiler.train.device import CPU
 from accel.compiler.train.kind import Made, kind_of, trained_methods, tunings
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.source import RowsOf, Source
@@ -60,6 +61,8 @@ def train(
         raise InputError(f"{one.key} has nothing to train")
     rest = {name: value for name, value in settings.items() if name not in _of_tunings()}
     options = TrainOptions.of(one.key, {**kind.usual, **rest})
+    if options.device != CPU and not kind.on_devices:
+        raise InputError(f"{one.key} learns on the processor alone; leave device=… out")
     if lacking := kind.lacks(options):
         raise InputError(lacking)
     path = model_folder(model, download)

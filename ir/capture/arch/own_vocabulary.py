@@ -29,15 +29,6 @@ class OwnVocabulary(nn.Module):
         self.drafted.zero_()
         self.drafted[target_ids] = True
 
-    @property
-    def ids(self) -> Tensor:
-        """The target's token of each draft token [Vd], where they are in its order."""
-        return torch.arange(self.count) if self.whole else self.drafted.nonzero()[:, 0]
-
-    def of(self, logits: Tensor) -> Tensor:
-        """Of the target's logits [...,V] those of these tokens [...,Vd]."""
-        return logits if self.whole else logits[..., self.drafted]
-
     def forward(self, logits: Tensor) -> Tensor:
         """The target's logits [...,V] of the head's [...,Vd]."""
         if self.whole:

@@ -69,7 +69,7 @@ class Graphs:
 
 class OrtSession:
     """State buffers of one session and the bindings over them: decode (T = N = `tile`) and every
-    other shape; where there is recurrent state, each for both directions.
+    other shape, for each choice of extra outputs; where there is recurrent state, each for both directions.
     """
 
     def __init__(self, graphs: Graphs, batch: int):
@@ -97,14 +97,12 @@ class OrtSession:
         )  # buffers, how large they are, those in files
         self._mapped: list[npt.NDArray[Any]] = []  # those in files
         self._few = True  # whether the system knows that few of their pages are read
-        self._decode: list[Any] = []  # that of the next call first
-        self._other: list[Any] = []
         self._pairs: list[
             tuple[dict[str, Any], dict[str, Any]]
-        ] = []  # state before and after a call
-        self._asking: dict[
-            tuple[str, ...], list[Any]
-        ] = {}  # other shapes, giving these outputs, too
+        ] = []  # state before and after a call; that of the next one first
+        # bindings over these, by the extra outputs that they give
+        self._decode: dict[tuple[str, ...], list[Any]] = {}
+        self._other: dict[tuple[str, ...], list[Any]] = {}
         self._sized(batch)
         self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in graphs.controls.items()}
         self._control_values = {n: ort_value(a) for n, a in self._controls.items()}
@@ -122,6 +120,7 @@ class OrtSession:
         self._logits: Logits = aligned((batch, tile, self._width), "float32", 0)
         self._small_values = {n: ort_value(a) for n, a in self._small.items()}
         self._logits_value = ort_value(self._logits)
+        self._given: Arrays = {}  # extra outputs of a decode step
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """See protocol.BackendSession: written into memory that is bound already, where it has that size."""
@@ -131,7 +130,7 @@ class OrtSession:
             self._control_values[name] = ort_value(self._controls[name])
         for name, array in values.items():
             self._controls[name][...] = array
-        if anew and self._decode:
+        if anew and self._pairs:
             self._bind(self._buffers)
 
     def adapt(self, arrays: Mapping[str, npt.NDArray[Any]], rows: npt.NDArray[Any]) -> None:
@@ -139,7 +138,7 @@ class OrtSession:
         self._adapters = {n: np.ascontiguousarray(a) for n, a in {**arrays, ROWS: rows}.items()}
         self._adapter_values = {n: ort_value(a) for n, a in self._adapters.items()}
         self._parts.extra_inputs = self._adapters
-        if self._decode:
+        if self._pairs:
             self._bind(self._buffers)
 
     def resize(self, capacity: int, *later: int) -> None:
@@ -184,21 +183,24 @@ class OrtSession:
         if self._mapped and self._few != (tokens.shape[1] <= FEW):
             self._few = not self._few
             advise(self._mapped, self._few)
-        plain = not want and tree is None and embeds is None
+        asked, plain = tuple(want), tree is None and embeds is None
         if plain and tokens.shape[1] == self.tile == rows.shape[1]:
             small = self._small
             small["tokens"][:] = tokens
             small["positions"][:] = positions
             small["slots"][:] = slots
             small["rows"][:] = rows
-            self._session.run_with_iobinding(self._decode[0])
+            bindings = self._decode.get(asked) or self._decoding(asked)
+            self._session.run_with_iobinding(bindings[0])
             self._swap()
-            return Outputs(self._logits.copy(), {})
+            return Outputs(self._logits.copy(), {n: self._given[n].copy() for n in asked})
         logits: Logits = aligned((self._batch, rows.shape[1], self._width), "float32")
         given = call_inputs(tokens, positions, slots, rows, tree, embeds)
         held = {name: ort_value(np.ascontiguousarray(array)) for name, array in given.items()}
         held = {**self._plain, **held}
-        binding = (self._asked(tuple(want)) if want else self._other)[0]
+        if asked not in self._other:
+            self._other[asked] = [self._bound(*pair) for pair in self._pairs]
+        binding = self._other[asked][0]
         for name, value in held.items():
             binding.bind_ortvalue_input(name, value)
         out = ort_value(logits)
@@ -219,18 +221,28 @@ class OrtSession:
         """See protocol.BackendSession."""
         return self._extra
 
-    def _asked(self, want: tuple[str, ...]) -> list[Any]:
-        """The bindings of steps that give these outputs, too."""
-        if want not in self._asking:
-            self._asking[want] = [self._bound(*pair) for pair in self._pairs]
-        return self._asking[want]
+    def _decoding(self, want: tuple[str, ...]) -> list[Any]:
+        """The bindings of decode steps that give these outputs, too, made and kept."""
+        for name in want:
+            if name not in self._given:
+                self._given[name] = aligned(
+                    (self._batch, self.tile, *self._extra[name]), "float32", 0
+                )
+        given = {name: ort_value(self._given[name]) for name in want}
+        self._decode[want] = [self._bound(*pair) for pair in self._pairs]
+        for binding in self._decode[want]:
+            for name, value in self._small_values.items():
+                binding.bind_ortvalue_input(name, value)
+            for name, value in {LOGITS: self._logits_value, **given}.items():
+                binding.bind_ortvalue_output(name, value)
+        return self._decode[want]
 
     def spread(self, threads: int) -> None:
         """See protocol.BackendSession. The state stays where it is; its bindings are made anew."""
         session = self._graphs.spread(threads)
         if session is not self._session:
             self._session = session
-            if self._decode:
+            if self._pairs:
                 self._bind(self._buffers)
 
     def part(self, entry: str, inputs: Arrays) -> Arrays:
@@ -372,7 +384,7 @@ class OrtSession:
 
     def _renewed(self, buffers: dict[str, npt.NDArray[Any]], batch: int) -> None:
         """Other buffers, of so many rows, which the next resize binds."""
-        self._decode, self._other, self._pairs, self._asking = [], [], [], {}
+        self._decode, self._other, self._pairs = {}, {}, []
         self._parts.forget()
         self._buffers, self._spare = buffers, {}
         self._sized(batch)
@@ -455,13 +467,7 @@ class OrtSession:
         there = here | {name: ort_value(array) for name, array in spare.items()}
         pairs = [(here, there), (there, here)] if spare else [(here, here)]
         self._parts.forget()
-        decode = [self._bound(*pair) for pair in pairs]
-        for binding in decode:
-            for name, value in self._small_values.items():
-                binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(LOGITS, self._logits_value)
-        self._decode, self._other = decode, [self._bound(*pair) for pair in pairs]
-        self._pairs, self._asking = pairs, {}
+        self._pairs, self._decode, self._other = pairs, {}, {}
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
         self._mapped = [a for a in buffers.values() if memory_of(a) is not None]
         advise(self._mapped, self._few)
@@ -481,13 +487,13 @@ class OrtSession:
     def _unbind(self) -> None:
         """Let go of the buffers, but for `_buffers`."""
         self._parts.forget()
-        self._decode, self._other, self._pairs, self._asking = [], [], [], {}
+        self._decode, self._other, self._pairs = {}, {}, []
         self._values, self._mapped = [], []
 
     def _swap(self) -> None:
         """After a call the spare buffers hold the recurrent state."""
         if self._spare:
-            for bindings in (self._decode, self._other, self._pairs, *self._asking.values()):
+            for bindings in (self._pairs, *self._decode.values(), *self._other.values()):
                 bindings.reverse()
             for name, array in self._spare.items():
                 self._buffers[name], self._spare[name] = array, self._buffers[name]

@@ -58,7 +58,7 @@ class Eagle3Run(HeadsRun):
     drafter = Eagle3Draft
     pair = BesideEagle3
 
-    def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:
+    def drafts(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         taps, says = self.soft.read(ids)
         e = self.soft.embedded(ids)
         return unrolled(self.soft.head, taps, e[:, 1:], says[:, 1:], UNROLLED, self.soft.taught)
@@ -70,8 +70,8 @@ def unrolled(
     e: Tensor,
     says: Tensor,
     count: int,
-    taught: Callable[[Tensor, Tensor], tuple[Tensor, float]],
-) -> list[tuple[Tensor, float]]:
+    taught: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> list[tuple[Tensor, Tensor]]:
     """What `count` drafted tokens, one after the other, give to learn (`taught`, as of `Beside`). Of tokens 0 .. N-1
     the taps [B,N,F], of tokens 1 .. N-1 the embeddings e [B,N-1,E] and what the model says behind them [B,N-1,V].
 
@@ -79,7 +79,7 @@ def unrolled(
     guesses those of place t, whose keys and values are `guessed`.
     """
     h = head.fuse(taps[:, :-1])
-    found, guessed = list[tuple[Tensor, float]](), list[tuple[Tensor, Tensor]]()
+    found, guessed = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
     for n in range(min(count, h.shape[1])):
         width = e.shape[1] - n
         h = h[:, :width]

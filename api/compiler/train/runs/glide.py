@@ -74,7 +74,7 @@ class GlideRun(HeadsRun):
     drafter = GlideDraft
     pair = BesideGlide
 
-    def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:
+    def drafts(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         read, says = self.soft.read(ids)
         slots = torch.arange(ids.shape[1] - 1)
         logits = self.soft.head.said(

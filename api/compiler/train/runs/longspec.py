@@ -75,7 +75,7 @@ class LongspecRun(SpokenRun):
     pair = BesideLongspec
     summands = ("embed_norm", "self_attn.o_proj", "cross_attn.o_proj", "mlp.down_proj")
 
-    def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:
+    def drafts(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.step)
         count = ids.shape[1]
         places = moved(count, self.soft.program.facts.max_context, generator)

@@ -107,7 +107,7 @@ class MoaSpecRun(SpokenRun):
         ),
     )
 
-    def drafts(self, ids: Tensor) -> list[tuple[Tensor, float]]:
+    def drafts(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + self.step)
         found, says = self.soft.read(ids)
         width = self.soft.stream_width
