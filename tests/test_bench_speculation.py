@@ -130,7 +130,7 @@ def test_the_page_takes_partial_results(tmp_path):
     assert one < text.index("| `other` |") < text.index("Not measured: `one`, `third`.") < batched
     assert batched < text.index("| `one` |") < text.index("Not measured: `third`.")
     assert "`gone`" not in text, "a recipe that is no more"
-    costs = "| `other` | 1.50 | 1.83 | 62% | 0.00 | 166.67 | 0.00 | 100.00 | 1,234 |"
+    costs = "| `other` | 1.50 | 1.83 | 62% | 0.00 | 166.67 | 0.00 | 100.00 | 1,234 | 6/6 |"
     assert text.count(costs) == 1, "a plain step of one row; of eight it takes eight times as long"
     assert "\n".join(page.ratios(results[1:2])).count(costs) == 1
     assert len(list((tmp_path / "speculation").glob("*.png"))) == 3
