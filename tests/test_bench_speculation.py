@@ -99,6 +99,7 @@ def test_every_kind_is_measured(drafting, tmp_path):
     for r in result["rows"]:
         assert r["equal"] == 1 and r["speedup"] > 0 and 1 <= r["tokens_per_check"] <= 24
         assert sum(r["shares"].values()) == pytest.approx(1)
+        assert r["milliseconds"]["verify"] > 0
     assert any(r["tokens_per_check"] > 1.2 for r in result["rows"]), "a copy is looked up"
     page.write(tmp_path, [{"name": "prompt-lookup", **result}], ["prompt-lookup"])
     text = (tmp_path / "speculation.md").read_text()
@@ -112,7 +113,7 @@ def test_the_page_takes_partial_results(tmp_path):
          "speculation": {"drafted": 8, "accepted": 5, "fallback": 1, "by_place": [[4, 3]], "seconds": {"verify": 1.0}}},
     ]  # fmt: skip
     rows = [{"kind": kind, **speculation._together(runs)} for kind in KINDS]
-    common = {"prompts": 1, "new_tokens": 12, "repeat": 1, "rows": rows}
+    common = {"prompts": 1, "new_tokens": 12, "repeat": 1, "rows": rows, "draft_bytes": 1234}
     names = ["one", "other", "third"]
     results = [
         {"name": "one", "batch": 8, "temperature": 0.8, **common},
@@ -129,6 +130,9 @@ def test_the_page_takes_partial_results(tmp_path):
     assert one < text.index("| `other` |") < text.index("Not measured: `one`, `third`.") < batched
     assert batched < text.index("| `one` |") < text.index("Not measured: `third`.")
     assert "`gone`" not in text, "a recipe that is no more"
+    costs = "| `other` | 1.50 | 1.83 | 62% | 0.00 | 166.67 | 0.00 | 100.00 | 1,234 | 6/6 |"
+    assert text.count(costs) == 1, "a plain step of one row; of eight it takes eight times as long"
+    assert "\n".join(page.ratios(results[1:2])).count(costs) == 1
     assert len(list((tmp_path / "speculation").glob("*.png"))) == 3
     with pytest.raises(ValueError, match="there is no result of a recipe"):
         page.write(tmp_path, results[3:], names)
@@ -179,6 +183,11 @@ def test_what_stands_is_added_up():
         "verify": 0.75,
         "host": 0.125,
     }
+    assert speculation._together(runs[1:])["milliseconds"] == {"verify": 1000 * 4.0 / 10}
+    two = speculation._together(runs[:1])["milliseconds"]
+    assert two == {"draft": 1000 * 2 / 5, "verify": 2000 * 2 / 5, "host": 1000 * 2 / 5}, (
+        "of calls of two rows"
+    )
 
 
 def test_an_artifact_without_drafts_is_refused(build):

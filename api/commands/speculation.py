@@ -69,6 +69,7 @@ def measure(
             "draft_parameters": drafting.draft_model.facts.parameters
             if drafting.draft_model
             else None,
+            "draft_bytes": _draft_bytes(drafting),
             "batch": batch,
             "temperature": temperature,
             "prompts": groups * batch,
@@ -76,6 +77,15 @@ def measure(
             "repeat": repeat,
             "rows": rows,
         }
+
+
+def _draft_bytes(model: CompiledModel) -> int:
+    """Of the files of a draft model or head; 0 where it has none of its own."""
+    from accel.runtime.artifact.manifest import DRAFT_FOLDER
+
+    assert model.artifact is not None, "it was opened"
+    files = model.artifact.files
+    return sum(file.bytes for name, file in files.items() if name.startswith(f"{DRAFT_FOLDER}/"))
 
 
 def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel, CompiledModel]:
@@ -165,13 +175,16 @@ def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
         sum(seconds.values()),
         sum(r["tokens"] - r["rows"] for r in runs),
     )  # the prompt's call gives the first of each row
+    checks = max(1, new - figures["accepted"])  # of each row, plain steps among them
+    call = 1000 * runs[0]["rows"] / checks  # rows run together
     return {
         "speedup": median(ratio for r in runs for ratio in r["ratios"]),
         "slowest": min(median(r["ratios"]) for r in runs),
         "plain_tokens_per_second": median(r["plain"] for r in runs),
         "tokens_per_second": median(r["drafting"] for r in runs),
         "whole_tokens_per_second": median(r["whole"] for r in runs),  # the prompt's call among them
-        "tokens_per_check": new / max(1, new - figures["accepted"]),
+        "tokens_per_check": new / checks,
+        "milliseconds": {stage: call * spent for stage, spent in seconds.items()},  # of a check
         "equal": sum(r["equal"] for r in runs),
         "accepted": figures["accepted"] / figures["drafted"] if figures["drafted"] else 0.0,
         "fallback": figures["fallback"],

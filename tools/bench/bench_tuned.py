@@ -4,8 +4,8 @@
 
 Perplexity is over windows of held-out files; answers are greedy, to copies and look-ups. Passes are the calls of a
 block until nothing changes, the last one included, over the six kinds of prompts; for each block the guesses begin as
-tokens of the prompt. With `--loop
-'{"use": "lud"}'` it tells of answers by that loop alone. Counts, no times.
+tokens of the prompt. With `--loop '{"use": "lud"}'` it tells of answers by that loop alone, and of how many their
+tokens are those of plain decoding. Counts, no times.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def perplexity(folder: Path, rows: Tensor) -> float:
     return math.exp(float(np.mean(losses)))
 
 
-def answered(model: Any, count: int) -> tuple[int, float]:
-    """Exact answers, of `count` to each kind; tokens per call, but for the prompt's."""
-    right, tokens, calls = 0, 0, 0
+def answered(model: Any, count: int) -> tuple[int, float, list[Any]]:
+    """Exact answers, of `count` to each kind; tokens per call, but for the prompt's; the tokens of each answer."""
+    right, tokens, calls, all_said = 0, 0, 0, list[Any]()
     for kind in ASKED:
         rng = random.Random(f"tuned {kind}")
         for _ in range(count):
@@ -54,7 +54,8 @@ def answered(model: Any, count: int) -> tuple[int, float]:
             out = model.generate(prompt, max_new_tokens=ROOM)
             right += out.text[0].startswith(answer)
             tokens, calls = tokens + len(out.tokens[0]) - 1, calls + out.stats["calls"] - 1
-    return right, tokens / calls
+            all_said += out.tokens
+    return right, tokens / calls, all_said
 
 
 def passes(model: Any, kind: str, count: int, blocks: int, block: int) -> float:
@@ -80,13 +81,16 @@ def run(
 ) -> None:
     """A line for each model; or with loops, for each of them and each model."""
     if loop:
-        turns.head("model", "loop", ">answers of 20", ">tokens per call")
+        turns.head("model", "loop", ">answers of 20", ">tokens per call", ">as plain decoding")
         for folder in folders:
+            with accel.optimize(str(folder), {}, verify=False) as model:
+                wanted = answered(model, 10)[2]
             for one in loop:
                 tables = {"loop": json.loads(one)}
                 with accel.optimize(str(folder), tables, verify=False) as model:
-                    exact, each_call = answered(model, 10)
-                turns.row(folder.name, one, str(exact), f"{each_call:.2f}")
+                    exact, each_call, said = answered(model, 10)
+                same = sum(a == b for a, b in zip(said, wanted, strict=True))
+                turns.row(folder.name, one, str(exact), f"{each_call:.2f}", str(same))
         return
     tokenizer = Tokenizer.from_file(str(turns.REFERENCE / "tokenizer.json"))
     held = windows(tokenizer)
@@ -95,7 +99,7 @@ def run(
     for folder in folders:
         loss = perplexity(folder, rows)
         with accel.optimize(str(folder), {}, verify=False) as model:
-            exact, _ = answered(model, 10)
+            exact = answered(model, 10)[0]
             found = [passes(model, kind, each, blocks, block) for kind in KINDS]
         cells = [f"{value:.2f}" for value in (*found, float(np.mean(found)))]
         turns.row(folder.name, f"{loss:.2f}", str(exact), *cells)

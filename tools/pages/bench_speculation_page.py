@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
 TEMPLATE = Path(__file__).with_name("speculation.md")  # the page, and what people wrote on it
@@ -37,7 +38,7 @@ def write(folder: Path, results: list[Result], names: Sequence[str]) -> None:
     for key, found in by.items():
         missing = [f"`{name}`" for name in names if all(r["name"] != name for r in found)]
         left = [f"Not measured: {', '.join(missing)}.", ""] if missing else []
-        tables += [f"### {_told(key)}", "", *_table(found), "", *left]
+        tables += [f"### {_told(key)}", "", *_table(found), "", *left, *_costs(found), ""]
     text = TEMPLATE.read_text(encoding="utf-8").format(
         prompts=ours[0]["prompts"], tokens=ours[0]["new_tokens"], repeat=ours[0]["repeat"],
         tables="\n".join(tables).rstrip(), peers="\n".join(_peers(theirs, by.get((0.0, 1), []))),
@@ -46,10 +47,11 @@ def write(folder: Path, results: list[Result], names: Sequence[str]) -> None:
 
 
 def ratios(results: list[Result]) -> list[str]:
-    """Lines of a table of each batch and temperature: the ratios of each recipe and kind."""
+    """Lines of two tables of each batch and temperature: the ratios of each recipe and kind, and what a check takes."""
     found = list[str]()
     for key in sorted({_key(r) for r in results}):
-        found += ["", _told(key), "", *_table([r for r in results if _key(r) == key])]
+        some = [r for r in results if _key(r) == key]
+        found += ["", _told(key), "", *_table(some), "", *_costs(some)]
     return found
 
 
@@ -72,11 +74,39 @@ def _table(results: list[Result]) -> list[str]:
     for r in results:
         cells = [f"{x['speedup']:.2f}" for x in r["rows"]]
         each = [x["tokens_per_check"] for x in r["rows"]]
-        equal, asked = sum(x["equal"] for x in r["rows"]), r["prompts"] * len(kinds)
         rows.append(
             f"| `{r['name']}` | " + " | ".join(cells) + f" | {min(each):.2f}–{max(each):.2f} | "
-            f"{min(x['slowest'] for x in r['rows']):.2f} | {equal}/{asked} |"
+            f"{min(x['slowest'] for x in r['rows']):.2f} | {_equal(r)} |"
         )
+    return rows
+
+
+def _equal(result: Result) -> str:
+    """Prompts whose tokens are those of plain decoding, of all."""
+    rows = result["rows"]
+    return f"{sum(x['equal'] for x in rows)}/{result['prompts'] * len(rows)}"
+
+
+def _costs(results: list[Result]) -> list[str]:
+    """Lines of a table: what each recipe gains and takes over all kinds, each kind as much."""
+    stages = list(STAGES)
+    rows = [
+        "| recipe | speed | tokens/check | drafted that stand | "
+        + " | ".join(f"{stage}, ms" for stage in stages)
+        + " | plain step, ms | bytes | equal |",
+        "|---" * (len(stages) + 7) + "|",
+    ]
+    for r in results:
+        of = r["rows"]
+        speed = geometric_mean(x["speedup"] for x in of)
+        each = fmean(x["tokens_per_check"] for x in of)
+        stood = fmean(x["accepted"] for x in of)
+        spent = [fmean(x["milliseconds"].get(stage, 0.0) for x in of) for stage in stages]
+        plain = fmean(1000 * r["batch"] / x["plain_tokens_per_second"] for x in of)
+        cells = [f"{speed:.2f}", f"{each:.2f}", f"{stood:.0%}"]
+        cells += [f"{value:.2f}" for value in (*spent, plain)]
+        cells += [f"{r['draft_bytes']:,}", _equal(r)]
+        rows.append(f"| `{r['name']}` | " + " | ".join(cells) + " |")
     return rows
 
 

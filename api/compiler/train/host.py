@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ Tokens = npt.NDArray[np.int64]
 STEPS = 1500  # of learning, each on all examples
 AHEAD = 4  # tokens of a text that answer what is before them
 CHECKED = 20  # steps between two looks at what is not learnt from
-HELD = 8  # every so manieth text is not learnt from
+HELD = 8  # one of so many texts is not learnt from
 
 
 class HostKind(Kind):
@@ -103,6 +103,18 @@ def questions(source: Source, options: TrainOptions) -> Iterator[tuple[Tokens, s
     for number, (prompt, answer) in enumerate(tasks):
         source.progress(f"task {number + 1} of {len(tasks)}", number / len(tasks))
         yield np.array(source.tokenizer.encode(prompt), np.int64), answer
+
+
+def parted(texts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Those to learn from, and those that are apart: pairs, as every second text samples. Raises InputError where all
+    would be apart.
+    """
+    learnt = [text for n, text in enumerate(texts) if n // 2 % HELD]
+    if not learnt:
+        raise InputError(
+            f"{len(texts)} texts are read, and the first two only judge what was learnt; give samples=… of 3 or more"
+        )
+    return learnt, [text for n, text in enumerate(texts) if n // 2 % HELD == 0]
 
 
 def _tasks(file: Path) -> list[tuple[str, str]]:

@@ -1,6 +1,8 @@
 """disco: what its head reads, what is logged of rounds and learnt, and when drafts end."""
 
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +12,14 @@ from reference_data import REFERENCE
 from torch.nn import functional as F
 
 import accel
+from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs import rounds as trainer
 from accel.compiler.train.runs.head import untaught
 from accel.ir.errors import InputError, RecipeError
 from accel.reference.kinds import prompts
 from accel.runtime.length._head import chance
 from accel.runtime.length.disco import Disco
+from accel.runtime.sample.standard import Standard
 from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree import Level
 
@@ -87,14 +91,62 @@ def test_rounds_are_logged_with_what_stood(monkeypatch):
     monkeypatch.setattr(Tables, "max_context", 200)
     monkeypatch.setattr(trainer, "NEW", 25)
     good, bad = logged(10**9), logged(3)
-    x, right = good.examples([0])
+    x, right = trainer.examples(good.outcomes[:1])
     assert right.all() and len(right) > 15 and float(x[:, 11].max()) == pytest.approx(6 / 20)
-    x, right = bad.examples([0])
+    x, right = trainer.examples(bad.outcomes[:1])
     starts = np.flatnonzero(np.isclose(x[:, 11], 1 / 20))
     for first, end in zip(starts, [*starts[1:], len(right)], strict=True):
         draft = right[first:end]
         assert (draft.diff() <= 0).all() and len(draft) <= 6
     assert 0 < right.mean() < 1
+
+
+def test_texts_that_are_greedy_and_that_sample_judge_the_head(monkeypatch):
+    """Of 32 texts, of which the head reads the number, two pairs are apart. Too few to part are refused."""
+    judges = list[float]()
+
+    def rounds(count):
+        each = [[(np.full(Disco.width(), n, np.float32), True)] for n in range(count)]
+        return lambda model, method, prompts: trainer.Rounds(method, each)
+
+    def judged(method, part, x, right):
+        judges.extend(x[:, 0].tolist())
+        return {}
+
+    def told(method, read, part, names, figures, options):
+        return figures
+
+    whole = SimpleNamespace(session=None, facts=SimpleNamespace(max_context=200))
+    whole.draft_model = SimpleNamespace(session=None)
+    monkeypatch.setattr(trainer, "optimize", lambda *_, **__: nullcontext(whole))
+    monkeypatch.setattr(trainer, "sample", lambda session: None)
+    monkeypatch.setattr(trainer, "taught", lambda *_: None)
+    monkeypatch.setattr(trainer, "judged", judged)
+    monkeypatch.setattr(trainer, "save_part", told)
+
+    def make(count):
+        monkeypatch.setattr(trainer, "recorded", rounds(count))
+        source = SimpleNamespace(path="", progress=None)
+        return trainer.Logged.make(Disco(), source, TrainOptions(draft=Path("draft")))
+
+    assert make(32) == {"examples": 28.0} and judges == [0, 1, 16, 17]
+    with pytest.raises(InputError, match="2 texts are read.*give samples=… of 3 or more"):
+        make(2)
+
+
+def test_every_second_text_samples(monkeypatch):
+    sampled = list[bool]()
+
+    class Sampler(Standard):
+        def __init__(self, temperature=0.0):
+            sampled.append(temperature > 0)
+            super().__init__(temperature=temperature)
+
+    monkeypatch.setattr(trainer, "Standard", Sampler)
+    monkeypatch.setattr(trainer, "NEW", 2)
+    monkeypatch.setattr(Tables, "max_context", 200)
+    logged(3)
+    assert sampled == [False, True]
 
 
 def test_the_head_learns_what_tells_and_nothing_from_noise(monkeypatch):
@@ -120,7 +172,7 @@ def test_the_head_that_comes_along_tells_what_stands(monkeypatch):
         ids = [np.array(model.tokenizer.encode(text), np.int64)[-200:] for text in texts]
         found = trainer.recorded(model, Disco(), ids)
         Disco().fit(model)
-    x, right = found.examples(range(len(ids)))
+    x, right = trainer.examples(found.outcomes)
     odds = torch.from_numpy(Disco.odds(Disco().part, x.numpy()))
     lost = F.binary_cross_entropy_with_logits
     constant = lost(right.mean().logit().expand_as(right), right)

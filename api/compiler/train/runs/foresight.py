@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from accel.compiler.measure import watched
 from accel.compiler.optimize import optimize
-from accel.compiler.train.host import HELD, HostKind, Tokens, begun, learn, questions, save_part
+from accel.compiler.train.host import HostKind, Tokens, begun, learn, parted, questions, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.head import lacks_draft
@@ -95,12 +95,6 @@ def examples(outcomes: Sequence[Outcomes]) -> Examples:
     return x, torch.tensor([int(fate) for _, fate in every])
 
 
-def parted(outcomes: Sequence[Outcomes]) -> tuple[Examples, Examples]:
-    """Examples to learn from, and of texts that are apart, pairs of a greedy one and one that samples."""
-    held = [of for n, of in enumerate(outcomes) if n // 2 % HELD == 0]
-    return examples([of for n, of in enumerate(outcomes) if n // 2 % HELD]), examples(held)
-
-
 def dropped(part: dict[str, Tensor], x: Tensor) -> Tensor:
     """`classes` [N,3], with dropout behind each hidden layer."""
     for name in ("first", "second"):
@@ -160,7 +154,7 @@ class ForesightRun(HostKind):
             options = replace(options, length=min(options.length, model.facts.max_context))
             found = logged(model, one, (prompt for prompt, _ in questions(source, options)))
             names = {"model": sample(model.session), "draft": sample(model.draft_model.session)}
-        learnt, held = parted(found)
+        learnt, held = (examples(texts) for texts in parted(found))
         part = taught(Specbranch, learnt, held, options)
         told = judged(part, *held) | {"examples": float(len(learnt[1]))}
         return save_part(one, read, part, names, told, options)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from accel.compiler.measure import watched
 from accel.compiler.optimize import optimize
-from accel.compiler.train.host import HELD, HostKind, Tokens, learn, questions, save_part
+from accel.compiler.train.host import HostKind, Tokens, learn, parted, questions, save_part
 from accel.compiler.train.kind import Made
 from accel.compiler.train.options import TrainOptions
 from accel.compiler.train.runs.head import lacks_draft, untaught
@@ -33,20 +33,17 @@ from accel.runtime.sample.standard import Standard
 from accel.runtime.speculation.round_cost import RoundCost
 
 NEW = 64  # tokens that the model continues each text by
+Outcomes = list[
+    tuple[Array, bool]
+]  # what a head reads [F] after a level, and whether going on was right
 
 
 @dataclass
 class Rounds:
-    """What a head reads [F] after each level of drafts, and whether going on was right; by text."""
+    """What became of drafts, by text."""
 
     method: OfRounds
-    outcomes: list[list[tuple[Array, bool]]] = field(default_factory=list)
-
-    def examples(self, texts: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """[N,F] and [N], of these texts."""
-        every = [one for text in texts for one in self.outcomes[text]]
-        x = np.stack([x for x, _ in every])
-        return torch.from_numpy(x), torch.tensor([float(y) for _, y in every])
+    outcomes: list[Outcomes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,6 +93,13 @@ def recorded(model: Any, method: OfRounds, prompts: Iterable[Tokens]) -> Rounds:
     return rounds
 
 
+def examples(outcomes: Iterable[Outcomes]) -> tuple[Tensor, Tensor]:
+    """What a head reads [N,F], and whether going on was right [N], of texts."""
+    every = [one for of_text in outcomes for one in of_text]
+    x = np.stack([x for x, _ in every])
+    return torch.from_numpy(x), torch.tensor([float(y) for _, y in every])
+
+
 class Logged(HostKind):
     """Rounds are logged first; then the head learns from all of them."""
 
@@ -119,11 +123,10 @@ class Logged(HostKind):
             options = replace(options, length=min(options.length, model.facts.max_context))
             rounds = recorded(model, one, (prompt for prompt, _ in questions(source, options)))
             names = {"model": sample(model.session), "draft": sample(model.draft_model.session)}
-        held = set(range(0, len(rounds.outcomes), HELD))
-        learnt = rounds.examples(sorted(set(range(len(rounds.outcomes))) - held))
+        learnt, held = (examples(texts) for texts in parted(rounds.outcomes))
         part = untaught(one, options.inner, torch.Generator().manual_seed(options.seed))
         taught(one, part, *learnt, options.rate)
-        told = judged(one, part, *rounds.examples(sorted(held)))
+        told = judged(one, part, *held)
         return save_part(
             one, read, part, names, told | {"examples": float(len(learnt[1]))}, options
         )
