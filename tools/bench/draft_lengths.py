@@ -1,11 +1,12 @@
-"""What lengths make of the bundled draft model: tokens of a call of the model, and calls of the draft for each of them.
+"""What lengths make of a draft model: tokens of a call of the model, and calls of the draft for each of them.
 
     python tools/bench/draft_lengths.py [--prompts 2] [--tokens 96] [--temperature 0] [--recipe NAME] [--cost COST]
+    python tools/bench/draft_lengths.py MODEL --draft MODEL [--kind code] [--only "fixed, 2" ...]
 
-Greedy, or with --temperature, over the six kinds of prompts. --cost: what a call of the draft model takes, a call of
-the model being 1, whatever its width; by it the last column says how many times as fast as plain decoding that is. The
-guard is left out (it goes by times, and so by what else the machine does): what is counted is the same on every
-machine.
+Of the bundled pair or another; greedy, or with --temperature, over the six kinds of prompts or some of them. --cost:
+what a call of the draft model takes, a call of the model being 1, whatever its width; by it the last column says how
+many times as fast as plain decoding that is. The guard is left out (it goes by times, and so by what else the machine
+does): what is counted is the same on every machine.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ LENGTHS = {
 
 
 def run(
+    pair: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="A directory or a GGUF file.")
+    ] = "",
+    draft: Annotated[str, typer.Option(help="Its draft model; empty: the bundled one.")] = "",
+    kind: Annotated[list[str] | None, typer.Option(help="Of prompts; by default all.")] = None,
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each kind.")] = 2,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens of each.")] = 96,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0,
@@ -57,17 +63,21 @@ def run(
     recipe: Annotated[
         str, typer.Option(help="Whose drafts, but for their lengths.")
     ] = "draft-model",
-    only: Annotated[str, typer.Option(help="Lengths whose names begin so.")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Lengths whose names begin so; by default all.")
+    ] = None,
 ) -> None:
     """A line for each length."""
     axes = find_axes()
-    with accel.optimize(str(turns.REFERENCE), recipe) as model:
+    with accel.optimize(
+        pair or str(turns.REFERENCE), recipe, draft=draft or None, verify=not pair
+    ) as model:
         methods = assemble(Recipe.load(recipe)).methods
-        texts = [text for kind in KINDS for text in prompts(kind, count)]
+        texts = [text for one in kind or KINDS for text in prompts(one, count)]
         drafted = ("drafted tokens for each that stood", "drafts that stood whole")
         turns.head("length", "tokens of a call", *drafted, "speed")
         for name, table in LENGTHS.items():
-            if not name.startswith(only):
+            if not name.startswith(tuple(only or ("",))):
                 continue
             options = {k: v for k, v in table.items() if k != "use"}
             context = DecodeContext(
