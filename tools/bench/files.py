@@ -1,4 +1,4 @@
-"""What a step reads of a context in mapped files: bytes and time, of recipes of `leoam` in turn.
+"""What a step reads of a context in mapped files: bytes and time, of recipes of `leoam` and `shadowkv` in turn.
 
     python tools/bench/files.py MODEL --context 4096 --read 512
 
@@ -33,6 +33,7 @@ from accel.runtime.backends.onnx.mapped import memory_of, put_away
 RECIPES: dict[str, Any] = {
     "whole": [],
     "leoam": [{"kv": {"select": {"use": "leoam"}}}],
+    "shadowkv": [{"kv": {"select": {"use": "shadowkv"}}}],
     "leoam, 8 bits": [{"kv": {"select": {"use": "leoam"}}}, "kv-int8"],
     "leoam, 8 bits, pages of 64": [
         {"kv": {"select": {"use": "leoam", "page": 64, "chunk": 128}}}, "kv-int8"
