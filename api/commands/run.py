@@ -174,7 +174,8 @@ class Built(options.Building):
         typer.Option(
             metavar="NAME",
             help="What runs a model: onnx (ONNX Runtime on the CPU), triton (Triton kernels and CUDA graphs on a CUDA "
-            "GPU) or eager (PyTorch's reference; slow).",
+            "GPU, for all recipes but those whose methods need equal bits in any batch or the cache in the host's "
+            "memory, which are refused by name) or eager (PyTorch's reference; slow).",
         ),
     ] = "onnx"
 

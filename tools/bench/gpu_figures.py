@@ -19,10 +19,10 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if CUDA else "cpu"
-CONTEXTS = (16, 24, 32) if TINY else (512, 8192, 32768)
+CONTEXTS = (16, 24) if TINY else (512, 8192, 32768)
 BATCHES = (1, 2) if TINY else (1, 8, 64)
 STEPS = 2 if TINY else 24
-WARM = 3  # steps that compile, record and replay for the first time
+WARM = 1 if TINY else 3  # steps that compile, record and replay for the first time
 
 
 class Figures:
