@@ -7,8 +7,8 @@
 lacks are measured. The prompt goes through a session as a user's does, so what a recipe stores once it is whole is
 stored; then each of the next tokens of the text is a call of its own. One row: bits of a stored number, steps, outliers
 and places included, of a `kv.codec`; mean and 90 % quantile of the KL per token, the share of tokens whose likeliest
-next one is the same; with `--keys`, how many of so many pass keys are found in some 930 tokens (`--sentences`); and
-bytes of the cache at the end.
+next one is the same; with `--keys`, how many of so many pass keys are found in some 930 tokens (`--sentences`), of
+prompts behind the first `--skip`, which options were chosen by; and bytes of the cache at the end.
 """
 
 from __future__ import annotations
@@ -114,10 +114,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens behind it")
     parser.add_argument("--text", type=Path, help="a file; else the source of heapq")
     parser.add_argument("--keys", type=int, default=0, help="prompts that hide a pass key")
+    parser.add_argument("--skip", type=int, default=0, help="prompts to leave out before them")
     parser.add_argument("--sentences", type=int, default=100, help="that hide it")
     options = parser.parse_args()
     if min(options.context, options.tokens) < 1:
         parser.error("--context and --tokens take 1 or more")
+    if min(options.skip, options.keys) < 0:
+        parser.error("--keys and --skip take 0 or more")
     warnings.filterwarnings("ignore")
     text = options.text.read_text(encoding="utf-8") if options.text else inspect.getsource(heapq)
     most = options.context + options.tokens
@@ -128,7 +131,7 @@ def main() -> None:
     ids = list(source.tokenizer.encode(text))[:most]
     if len(ids) < most:
         parser.error(f"the text has {len(ids)} tokens; give one of {most}, or less context")
-    prompts = key_prompts(options.keys, options.sentences)
+    prompts = key_prompts(options.skip + options.keys, options.sentences)[options.skip :]
     program = capture(loaded.model, max_context=room, stored=loaded.stored)
     build = BuildOptions(max_context=room, verify=False, train=True)
     want: Rows | None = None

@@ -36,7 +36,7 @@ class Tokenselect(Tokens):
 
     at: the positions at which attention reads keys. `list`: of the tokens of the list, in order, from 0 on, and the
     token itself behind them, as in the release; then no distance is longer than the list, so a model reads on beyond
-    the length that it was trained on. `text`: their own.
+    the length that it was trained on, where `dense_layers` is 0. `text`: their own.
 
     reuse: a token chooses by the query of the last search, among the tokens of that time, where the cosine of its own
     with it is `reuse` or more (all heads together); above 1, each token searches. Longer calls than FEW tokens, and
