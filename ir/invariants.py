@@ -69,8 +69,8 @@ class Method:
     `small`: options for tiny models and a few dozen tokens, if the defaults are too large. `by_position`: it chooses
     tokens by their position alone, whatever they hold. `files`: options of a method of the loop that name a file or a
     folder which it reads as it runs; an artifact takes them along. `by_request`: options that come with each request,
-    which no table sets. `embeds`: its calls give embeddings in place of tokens. `lacks`: what of its paper it does not
-    do, as a phrase; the table of papers prints it.
+    which no table sets. `embeds`: it reads the embeddings of tokens. `gives_embeds`: its calls also give some in place
+    of tokens. `lacks`: what of its paper it does not do, as a phrase; the table of papers prints it.
     """
 
     files: ClassVar[tuple[str, ...]] = ()
@@ -78,6 +78,7 @@ class Method:
     small: ClassVar[Mapping[str, Any]] = {}
     by_position: ClassVar[bool] = False
     embeds: ClassVar[bool] = False
+    gives_embeds: ClassVar[bool] = False
     lacks: ClassVar[str] = ""
 
     def __post_init__(self) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 
+import models
 import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+import accel
 from accel.compiler.load.heads import Target
 from accel.ir.weights import Stored
 from accel.runtime.decode.context import DecodeContext
@@ -488,6 +490,25 @@ class Mctp:
             said.append(features[-1] @ self.head.T)
             tokens.append(int(said[-1].argmax()))
         return tokens[-count:], torch.stack(said)
+
+
+def llama_in(folder, layers):
+    """A model of so many layers, and its directory."""
+    torch.manual_seed(3)
+    module = models.make("llama", layers).eval()
+    module.save_pretrained(folder)
+    return module, folder
+
+
+def built(use, folder, path, place="eager", rule="spec-chain", **draft):
+    """A model with a head, for chains; of ONNX, its artifact beside the head."""
+    recipe = {
+        "draft": {"use": use, "path": str(path), "weights": "", **draft},
+        "verify": {"use": rule},
+        "length": {"use": "fixed"},
+    }
+    out = {"out": path.parent / "out"} if place == "onnx" else {}
+    return accel.optimize(folder, recipe, target=place, max_context=64, max_batch=2, **out)
 
 
 def drafts(model, texts, count, rounds):

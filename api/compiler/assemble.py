@@ -303,8 +303,8 @@ def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:
     readers = [m for m in methods.values() if isinstance(m, Method) and m.taps(1)]
     if readers:
         found += [KvTaps(tuple(readers)), Taps(tuple(readers))]
-    if giver := next((m for m in methods.values() if isinstance(m, Method) and m.embeds), None):
-        found.append(Embeds(giver))
+    if readers := [m for m in methods.values() if isinstance(m, Method) and m.embeds]:
+        found.append(Embeds(max(readers, key=lambda m: m.gives_embeds)))
     if "loop" in methods and Invariant.REWIND in methods["loop"].relies:
         found.append(Replay())
     if named := [axis for axis in methods if axis in EVICTION]:

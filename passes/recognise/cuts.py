@@ -6,6 +6,7 @@ import bisect
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import Tensor, fx
 
 from accel.ir.ops.attention import attention, operands_of
@@ -43,9 +44,23 @@ def borrowed(graph: fx.Graph) -> set[tuple[fx.Node, fx.Node]]:
     return found
 
 
+def parted(graph: fx.Graph) -> list[fx.Node]:
+    """What tokens give to every layer beside the stream, a part for each: values that no token mixer comes before, and
+    of which each user takes another part.
+    """
+    found, behind = list[fx.Node](), set(mixers(graph))
+    for node in graph.nodes:
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+        parts = [n.args[1:] for n in node.users if n.target is torch.ops.aten.select.int]
+        if node not in behind and 1 < len(parts) == len(node.users) == len(set(parts)):
+            found.append(node)
+    return found
+
+
 def cut_points(program: Program) -> list[fx.Node]:
     """The values that every path from tokens to logits passes, in order; not counting those from
-    one layer's keys and values to another that shares them, and lists of pages.
+    one layer's keys and values to another that shares them, lists of pages, and what is `parted`.
     """
     tokens, logits = program.step.input("tokens"), program.step.output_nodes()["logits"]
     below = ancestors([logits], set())
@@ -53,6 +68,7 @@ def cut_points(program: Program) -> list[fx.Node]:
     reached = {tokens}
     kinds = Kinds(program.step.graph)
     shared = borrowed(program.step.graph)
+    shared |= {(node, user) for node in parted(program.step.graph) for user in node.users}
     for node in program.step.graph.nodes:
         if (
             node in below
@@ -76,7 +92,7 @@ def layer_groups(program: Program) -> list[list[fx.Node]]:
     """The attentions and recurrences in order, those of one layer together.
 
     A layer ends where a cut lies between two of them, and where a kind comes back after another
-    one (a model that hands its embeddings to every layer has no cuts).
+    one (a model that hands its embeddings whole to every layer has no cuts).
     """
     order = numbering(program.step.graph)
     cuts = [order[c] for c in cut_points(program) if c in order]

@@ -11,6 +11,7 @@ from accel.ir.program import Editor, Program
 from accel.ir.region import Entry
 from accel.ir.state import writes_state
 from accel.passes.clean.clean import remove_dead
+from accel.passes.recognise.cuts import parted
 
 aten = torch.ops.aten
 STREAM = "stream"
@@ -32,17 +33,18 @@ def embedded(program: Program, method: str) -> Entry:
     return entry
 
 
-def embeddings(program: Program, method: str) -> Entry:
-    """What the step makes of tokens [B,T]: `stream` [B,T,E]. Raises PassError."""
+def embeddings(program: Program, method: str, whole: bool = True) -> Entry:
+    """What the step makes of tokens [B,T]: `stream` [B,T,E]. whole: as of `embedding_of`. Raises PassError."""
     entry = program.copy().step
-    entry.set_outputs({STREAM: embedding_of(entry, method)})
+    entry.set_outputs({STREAM: embedding_of(entry, method, whole)})
     tidy(entry)
     return entry
 
 
-def embedding_of(entry: Entry, method: str) -> fx.Node:
-    """The one value [B,T,E] by which a step reads its tokens, whatever stands where. `method`: who asks.
-    Raises PassError."""
+def embedding_of(entry: Entry, method: str, whole: bool = True) -> fx.Node:
+    """The one value [B,T,E] by which a step reads its tokens, whatever stands where. `method`: who asks. whole: it can
+    stand for tokens; otherwise each layer may be given a part of another value of them (`parted`). Raises PassError.
+    """
     tokens = entry.input("tokens")
     only: dict[fx.Node, None] = {tokens: None}
     for node in entry.graph.nodes:
@@ -54,6 +56,9 @@ def embedding_of(entry: Entry, method: str) -> fx.Node:
     wanted = [
         n for n in only if any(u not in only and u.target is not aten.sym_size.int for u in n.users)
     ]
+    if not whole:
+        beside = set(parted(entry.graph))
+        wanted = [n for n in wanted if beside.isdisjoint(n.all_input_nodes)]
     value = wanted[0].meta["val"] if len(wanted) == 1 else None
     if value is None or value.dim() != 3 or not value.is_floating_point():
         raise PassError(

@@ -24,10 +24,11 @@ class Embeds(Pass):
 
     `embed(tokens [B,T]) -> stream [B,T,E]`: the embeddings of tokens, as the step has them.
 
-    giver: the method whose calls give embeddings.
+    reader: the method that reads embeddings. Where its calls give none (`Method.gives_embeds`), layers may read tokens
+    in other ways beside.
     """
 
-    giver: Method
+    reader: Method
 
     after = (Layers,)  # else what a first layer makes of tokens alone reads them, too
     must_change = True
@@ -35,12 +36,13 @@ class Embeds(Pass):
 
     def run(self, program: Program) -> Report:
         step = program.step
-        entry = embeddings(program, self.giver.full_name)
+        asked = self.reader.full_name, self.reader.gives_embeds
+        entry = embeddings(program, *asked)
         for holder in entry.graph.find_nodes(op="placeholder"):
             if not holder.users:
                 entry.graph.erase_node(holder)
         entry.defaults = {}
-        value = embedding_of(step, self.giver.full_name)
+        value = embedding_of(step, *asked)
         editor = Editor(program, step.graph)
         shape = editor.symbol("R", _ROWS), editor.symbol("Q", _WIDTH)
         width = value.meta["val"].shape[2]

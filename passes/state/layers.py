@@ -13,7 +13,7 @@ from accel.ir.ops.rows import given_rows
 from accel.ir.program import Program, ancestors
 from accel.ir.region import LAYER, Region, sizes
 from accel.passes import Pass, Report
-from accel.passes.recognise.cuts import cut_points, layer_groups
+from accel.passes.recognise.cuts import cut_points, layer_groups, parted
 from accel.passes.recognise.region import numbering
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head, scales
@@ -45,9 +45,9 @@ class Layers(Pass):
         bounds = _marked(program) or _bounds(graph, cuts, [(g[0], g[-1]) for g in groups])
         if isinstance(bounds, str):
             return Report(refused=[bounds])
-        start = bounds[0]
+        start, before = bounds[0], ancestors(parted(graph), set())
         for index, end in enumerate(bounds[1:]):
-            start = _outline(program, start, end, f"{LAYER}{index}")
+            start = _outline(program, start, end, f"{LAYER}{index}", before)
         return Report(changed=len(bounds) - 1)
 
 
@@ -106,9 +106,13 @@ def _joins(node: fx.Node, alike: bool = False) -> bool:
     return sum(not alike or sizes(p) == sizes(node) for p in values) > 1
 
 
-def _outline(program: Program, start: fx.Node, end: fx.Node, name: str) -> fx.Node:
-    """Move what lies between two values into a Region called in place; returns the new `end`."""
-    inside = _between(program.step.graph, start, end)
+def _outline(
+    program: Program, start: fx.Node, end: fx.Node, name: str, before: set[fx.Node]
+) -> fx.Node:
+    """Move what lies between two values, but for what comes `before` all layers, into a Region called in place; returns
+    the new `end`.
+    """
+    inside = _between(program.step.graph, start, end, before)
     members = set(inside)
     inputs = arguments(inside, start)
     leaving = [end, *(n for n in inside if n is not end and any(u not in members for u in n.users))]
@@ -117,15 +121,17 @@ def _outline(program: Program, start: fx.Node, end: fx.Node, name: str) -> fx.No
     return stream
 
 
-def _between(graph: fx.Graph, start: fx.Node, end: fx.Node) -> list[fx.Node]:
-    """The nodes computed from `start` that `end` needs, or that branch off before it to state alone."""
+def _between(graph: fx.Graph, start: fx.Node, end: fx.Node, before: set[fx.Node]) -> list[fx.Node]:
+    """The nodes computed from `start` that `end` needs, or that branch off before it to state alone; not `before`."""
     below = ancestors([end], stop={start})
     found: dict[fx.Node, None] = {start: None}
     ended = False
     for node in graph.nodes:
         inside = node in below or not ended
         ended |= node is end
-        if inside and node is not start and any(p in found for p in node.all_input_nodes):
+        if node is start or node in before:
+            continue
+        if inside and any(p in found for p in node.all_input_nodes):
             found[node] = None
         elif node.target is operator.getitem and node.args[0] in found:
             found[node] = None  # the state after a recurrence, which nothing in the layer reads

@@ -52,7 +52,7 @@ class Superposed(Base):
 
     grade = "approximate"
     searches = True
-    embeds = True
+    embeds = gives_embeds = True
     takes = frozenset({"n"})
     files = ("datastore",)
     relies = frozenset({Invariant.EVERY_TOKEN_RUNS})

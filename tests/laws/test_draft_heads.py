@@ -69,7 +69,7 @@ def gemma(folder):
 
     from accel.compiler.smoke.tiny_models import randomise
 
-    config = one.text_config(2, ("sliding", "sliding", "full"))
+    config = one.text_config(one.KINDS)
     randomise(AutoModelForCausalLM.from_config(config), "target").eval().save_pretrained(folder)
     return one.assistant(folder / "head")[1]
 

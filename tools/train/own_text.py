@@ -4,7 +4,7 @@
 
 The questions are about permissively licensed code and documentation (`corpus.py`), drawn by a seed: explain, go on,
 rewrite, answer. OUT.txt gets whole conversations in the model's chat template, one behind another. Rows decode
-together, half of them greedily and half at a temperature of 1.
+together, half of them greedily and half at a temperature of 1; on a GPU with `--target triton`.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def main(
     out: Path,
     minutes: float = 15.0,
     seed: int = 0,
+    target: str = "onnx",
 ) -> None:
-    built = accel.optimize(model, max_context=CONTEXT, max_batch=ROWS)
+    built = accel.optimize(model, target=target, max_context=CONTEXT, max_batch=ROWS)
     if (tokenizer := built.tokenizer) is None:
         raise typer.BadParameter(f"{model} has no tokenizer")
     asked, end, tokens = questions(seed), time.monotonic() + 60 * minutes, 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,13 +50,7 @@ class _Moved(TorchFunctionMode):
         super().__init__()
         self.device = device
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
         if func is torch.tensor or (func in _DRAWS and "generator" in given):
             return func(*args, **{**given, "device": CPU}).to(given.get("device") or self.device)

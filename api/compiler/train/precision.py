@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,13 +21,7 @@ def products_in(precision: str) -> AbstractContextManager[Any]:
 class _Bfloat16(TorchFunctionMode):
     """Inputs and weights of products are rounded to bfloat16; sums and results are float32."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _LINEAR:
             return func(*args, **(kwargs or {}))
         operands = [*args, *(kwargs or {}).values()]

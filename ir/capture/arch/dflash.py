@@ -15,6 +15,7 @@ from accel.ir.capture.arch.features import StandIns
 from accel.ir.capture.arch.own_vocabulary import OwnVocabulary
 from accel.ir.draft_head import DraftHead
 
+Inner = Callable[[Tensor], Tensor]  # what a layer has within its norms
 TEXT = 0.5  # what the last feature of a token of the text is above, and that of a block's below
 
 
@@ -118,14 +119,7 @@ class DFlash(nn.Module):
         """What `around` reads of the last features [B,T,1]."""
         return None
 
-    def around(
-        self,
-        name: str,
-        layer: Any,
-        z: Tensor,
-        inner: Callable[[Tensor], Tensor],
-        near: Tensor | None,
-    ) -> Tensor:
+    def around(self, name: str, layer: Any, z: Tensor, inner: Inner, near: Tensor | None) -> Tensor:
         """What a layer's attention or feed-forward network, `name`, makes of its normed input [B,T,H]."""
         return inner(z)
 

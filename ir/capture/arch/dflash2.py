@@ -4,7 +4,6 @@ walks over it: of the likeliest tokens of a place, the token before changes whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel.ir.capture.arch.dflash import TEXT, DFlash, DFlashConfig
+from accel.ir.capture.arch.dflash import TEXT, DFlash, DFlashConfig, Inner
 from accel.ir.capture.arch.walk import WalkStandIns
 from accel.ir.draft_head import DraftHead
 
@@ -104,14 +103,7 @@ class DFlash2(DFlash):
         before = _before(last, 2 * TEXT)
         return (before < TEXT) & (before - last == 1)
 
-    def around(
-        self,
-        name: str,
-        layer: Any,
-        z: Tensor,
-        inner: Callable[[Tensor], Tensor],
-        near: Tensor | None,
-    ) -> Tensor:
+    def around(self, name: str, layer: Any, z: Tensor, inner: Inner, near: Tensor | None) -> Tensor:
         """Between two convolutions."""
         kernels = getattr(layer, f"{name}_conv").kernels(z)
         within = _mixed(z, kernels[:, :, 0], near)

@@ -61,7 +61,7 @@ class Gemma4Assistant(nn.Module):
     which that one is read. Keys and values of a slot are those of its features, 0 where it is a query.
     """
 
-    centroid_of: Tensor  # [V]
+    tokens_of: Tensor  # [C,V/C], of each centroid
 
     def __init__(self, config: AssistantConfig):
         super().__init__()
@@ -79,7 +79,8 @@ class Gemma4Assistant(nn.Module):
         self.centroids = None
         if c.centroids is not None:
             self.centroids = nn.Linear(width, c.centroids[0], bias=False)
-            self.register_buffer("centroid_of", torch.zeros(layers.vocab_size, dtype=torch.int64))
+            shape = c.centroids[0], layers.vocab_size // c.centroids[0]
+            self.register_buffer("tokens_of", torch.zeros(shape, dtype=torch.int64))
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         e, features = self.stand_ins(tokens)
@@ -110,15 +111,15 @@ class Gemma4Assistant(nn.Module):
         return torch.cat([self._words(last), self.post_projection(last)], dim=-1)
 
     def _words(self, x: Tensor) -> Tensor:
-        """The logits [B,T,V]; below all others where a token's centroid is not chosen."""
-        logits: Tensor = self.lm_head(x)
+        """The logits [B,T,V]; below all others where a token's centroid is not chosen, whose words are not read."""
         if self.centroids is None or self.config.centroids is None:
+            logits: Tensor = self.lm_head(x)
             return logits
-        near = self.centroids(x)
-        least = near.topk(self.config.centroids[1], dim=-1).values[..., -1:]
-        chosen = (near >= least)[..., self.centroid_of]
-        low = torch.where(chosen, logits, torch.inf).amin(-1, keepdim=True) - 1
-        return torch.where(chosen, logits, low)
+        near = self.centroids(x).topk(self.config.centroids[1], dim=-1).indices
+        ids = self.tokens_of[near].flatten(-2)
+        said = (F.embedding(ids, self.lm_head.weight) @ x[..., None])[..., 0]
+        low = said.amin(-1, keepdim=True) - 1
+        return low.repeat(1, 1, self.tokens_of.numel()).scatter(-1, ids, said)
 
     def _attention(
         self, layer: Any, x: Tensor, cache: tuple[Tensor, Tensor], turns: Any, window: int

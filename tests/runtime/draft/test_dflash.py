@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -17,16 +16,13 @@ from accel.runtime.tree.chain import Chain
 
 from ...dflash_case import LAYERS, block, config_for, tensors_for, written
 from ...draft_case import rows_of
-from ...heads_case import as_plain, drafts, target_of, texts_of
+from ...heads_case import as_plain, drafts, llama_in, target_of, texts_of
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """A model, its directory, and a head's tensors for it."""
-    torch.manual_seed(3)
-    module = models.make("llama", LAYERS).eval()
-    folder = tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
+    module, folder = llama_in(tmp_path_factory.mktemp("target"), LAYERS)
     return module, folder, tensors_for(module.config.hidden_size)
 
 

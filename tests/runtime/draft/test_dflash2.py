@@ -1,11 +1,11 @@
 """draft = dflash2: what the places of a block say is that of the published formulas; tokens are plain decoding's."""
 
-import models
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-import accel
 from accel.compiler.load.heads._folder import head_at
 from accel.compiler.with_draft import with_draft
 from accel.ir.errors import CaptureError
@@ -17,9 +17,10 @@ from accel.runtime.verify.spec_chain import SpecChain
 from ...dflash2_case import CANDIDATES, dflash2_config, dflash2_tensors, path
 from ...dflash_case import BLOCK, LAYERS, written
 from ...draft_case import rows_of
-from ...heads_case import as_plain, asked, drafts, opened, target_of, texts_of
+from ...heads_case import as_plain, asked, built, drafts, llama_in, opened, target_of, texts_of
 
 DRAFT, ROUNDS, WINDOW = BLOCK - 1, (8, 9, 14), BLOCK + 1
+build = partial(built, "dflash2")
 SLIDING = {
     "layer_types": ["sliding_attention"] * 2,
     "use_sliding_window": True,
@@ -36,21 +37,7 @@ SCALED = {
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """A model, and its directory."""
-    torch.manual_seed(3)
-    module = models.make("llama", LAYERS).eval()
-    folder = tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
-    return module, folder
-
-
-def build(folder, path, place="eager", weights=""):
-    recipe = {
-        "draft": {"use": "dflash2", "path": str(path), "weights": weights},
-        "verify": {"use": "spec-chain"},
-        "length": {"use": "fixed"},
-    }
-    out = {"out": path.parent / "out"} if place == "onnx" else {}
-    return accel.optimize(folder, recipe, target=place, max_context=64, max_batch=2, **out)
+    return llama_in(tmp_path_factory.mktemp("target"), LAYERS)
 
 
 def loaded(path, module):

@@ -1,6 +1,5 @@
 """draft = dflash: heads in speculators' layout, with sliding layers, scales and a vocabulary of their own."""
 
-import models
 import pytest
 import torch
 
@@ -20,7 +19,7 @@ from ...dflash_case import (
     with_vocabulary,
     written,
 )
-from ...heads_case import as_plain, drafts, target_of, texts_of
+from ...heads_case import as_plain, drafts, llama_in, target_of, texts_of
 
 WINDOW, DRAFTED, SCALES = 5, 70, (1.7, 0.6, 2.0)
 SLIDING = {
@@ -40,10 +39,7 @@ SCALED = dict(
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """A model, its directory, and a head's tensors for it."""
-    torch.manual_seed(3)
-    module = models.make("llama", LAYERS).eval()
-    folder = tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
+    module, folder = llama_in(tmp_path_factory.mktemp("target"), LAYERS)
     return module, folder, tensors_for(module.config.hidden_size)
 
 

@@ -2,7 +2,6 @@
 
 import json
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from ...heads_case import (
     as_plain,
     drafts,
     eagle1_folder,
+    llama_in,
     target_of,
     texts_of,
     turned,
@@ -122,10 +122,7 @@ class Even(Plain):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """The module of a target, and its folder."""
-    torch.manual_seed(3)
-    module, folder = models.make("llama", 2).eval(), tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
-    return module, folder
+    return llama_in(tmp_path_factory.mktemp("target"), 2)
 
 
 def head_of(module, folder, layers=LAYERS):

@@ -1,11 +1,11 @@
 """draft = dspark: what the places of a block say is that of the published formulas; tokens are plain decoding's."""
 
-import models
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-import accel
 from accel.compiler.load.heads._folder import head_at
 from accel.compiler.with_draft import with_draft
 from accel.ir.errors import CaptureError, RecipeError
@@ -18,29 +18,16 @@ from accel.runtime.verify.spec_chain import SpecChain
 from ...dflash_case import BLOCK, LAYERS, with_vocabulary, written
 from ...draft_case import rows_of
 from ...dspark_case import dspark_config, dspark_tensors, walk
-from ...heads_case import as_plain, asked, drafts, opened, target_of, texts_of
+from ...heads_case import as_plain, asked, built, drafts, llama_in, opened, target_of, texts_of
 
 DRAFTED, ROUNDS = 70, (8, 9, 14)
+build = partial(built, "dspark")
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """A model, and its directory."""
-    torch.manual_seed(3)
-    module = models.make("llama", LAYERS).eval()
-    folder = tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
-    return module, folder
-
-
-def build(folder, path, place="eager", **more):
-    recipe = {
-        "draft": {"use": "dspark", "path": str(path), "weights": "", **more},
-        "verify": {"use": "spec-chain"},
-        "length": {"use": "fixed"},
-    }
-    out = {"out": path.parent / "out"} if place == "onnx" else {}
-    return accel.optimize(folder, recipe, target=place, max_context=64, max_batch=2, **out)
+    return llama_in(tmp_path_factory.mktemp("target"), LAYERS)
 
 
 def loaded(path, module):

@@ -13,7 +13,15 @@ from accel.ir.errors import AccelError, RecipeError
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
 
-from ...heads_case import Eagle1, as_plain, drafts, eagle1_folder, eagle1_tensors, texts_of
+from ...heads_case import (
+    Eagle1,
+    as_plain,
+    drafts,
+    eagle1_folder,
+    eagle1_tensors,
+    llama_in,
+    texts_of,
+)
 
 FORMS = {"authors": {}, "bias": {"bias": True, "qkv_bias": True}, "speculators": {"bias": True}}
 
@@ -21,10 +29,7 @@ FORMS = {"authors": {}, "bias": {"bias": True, "qkv_bias": True}, "speculators":
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """The module of a target, and its folder."""
-    torch.manual_seed(3)
-    module, folder = models.make("llama", 2).eval(), tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
-    return module, folder
+    return llama_in(tmp_path_factory.mktemp("target"), 2)
 
 
 def head_of(module, folder, form, **more):

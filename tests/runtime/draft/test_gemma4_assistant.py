@@ -3,6 +3,7 @@ decoding's.
 """
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,14 +16,15 @@ from accel.compiler.load.heads import Target
 from accel.compiler.load.heads._folder import head_at
 from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.compiler.with_draft import with_draft
-from accel.ir.errors import CaptureError, PassError
+from accel.ir.capture.capture import capture
+from accel.ir.errors import CaptureError
 from accel.runtime.sample.standard import Standard
 from accel.runtime.speculation.constant import ConstantFollower
 from accel.runtime.tree.chain import Chain
 from accel.runtime.verify.spec_chain import SpecChain
 
 from ...draft_case import rows_of
-from ...heads_case import as_plain, asked, drafts, opened, texts_of
+from ...heads_case import as_plain, asked, built, drafts, opened, texts_of
 
 if "gemma4_assistant" not in CONFIG_MAPPING:
     pytest.skip("this transformers has no assistant of Gemma 4", allow_module_level=True)
@@ -32,36 +34,49 @@ OWN = {"head_dim": 48, "num_key_value_heads": 1}  # of a full layer
 TOLD = Target(3, None, ((2, 24), (2, 24), (1, 48)), (WINDOW, WINDOW, 0), (None, None, None))
 
 
-def text_config(full, kinds, **more):
+EACH = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+KINDS = ("sliding", "sliding", "full")
+SHAPES = {  # as of the published models
+    "dense": (KINDS, {}),
+    "each": ((*KINDS, "sliding", "full"), {**EACH, "num_kv_shared_layers": 2}),
+}
+
+
+def text_config(kinds, **more):
     return small_config(
         "gemma4_text",
         num_hidden_layers=len(kinds),
         layer_types=[f"{kind}_attention" for kind in kinds],
-        per_layer_config={full: OWN},
+        per_layer_config={i: OWN for i, kind in enumerate(kinds) if kind == "full"},
         sliding_window=WINDOW,
         vocab_size=VOCABULARY,
-        attention_k_eq_v=True,
         **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, **more},
+        attention_k_eq_v="hidden_size_per_layer_input" not in more,
     )
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    """A model, and its directory."""
+def targets(tmp_path_factory):
+    """Models, and their directories, by SHAPES."""
     from transformers import AutoModelForCausalLM
 
-    config = text_config(2, ("sliding", "sliding", "full"))
-    module = randomise(AutoModelForCausalLM.from_config(config), "target").eval()
-    folder = tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
-    return module, folder
+    @cache
+    def made(shape):
+        kinds, more = SHAPES[shape]
+        config = AutoModelForCausalLM.from_config(text_config(kinds, **more))
+        module = randomise(config, "target").eval()
+        folder = tmp_path_factory.mktemp(shape)
+        module.save_pretrained(folder)
+        return module, folder
+
+    return made
 
 
 def assistant(folder, centroids=False, **more):
     """One with random weights, and its folder."""
     from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
-    inner = text_config(1, ("sliding", "full"), hidden_size=40, intermediate_size=52)
+    inner = text_config(("sliding", "full"), hidden_size=40, intermediate_size=52)
     config = Gemma4AssistantConfig(
         text_config=inner.to_dict(),
         backbone_hidden_size=64,
@@ -110,25 +125,19 @@ def said(module, drafter, text, follow, moves=False, layer=1, before=0):
     return torch.stack(found)
 
 
-def build(folder, path, place="eager"):
-    recipe = {
-        "draft": {"use": "gemma4-assistant", "path": str(path), "weights": ""},
-        "verify": {"use": "spec-chain"},
-        "length": {"use": "fixed"},
-    }
-    out = {"out": path.parent / "out"} if place == "onnx" else {}
-    return accel.optimize(folder, recipe, target=place, max_context=64, max_batch=2, **out)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("place", "centroids"), [("onnx", False), ("eager", True), ("eager", False), ("onnx", True)]
-)
-def test_a_draft_is_that_of_transformers(tmp_path, monkeypatch, target, place, centroids):
+    ("place", "centroids", "shape"),
+    [
+        ("onnx", False, "dense"), ("eager", True, "dense"), ("eager", False, "dense"), ("onnx", True, "dense"),
+        ("eager", False, "each"), ("onnx", True, "each"),
+    ],
+)  # fmt: skip
+def test_a_draft_is_that_of_transformers(tmp_path, monkeypatch, targets, place, centroids, shape):
     """Behind a prompt, and after tokens came that were drafted and that were not; then tokens are plain decoding's, and
     what tokens are drawn with is what the assistant says along them.
     """
-    module, folder = target
+    module, folder = targets(shape)
     drafter, path = assistant(tmp_path / "head", centroids)
     texts, listened, plain = texts_of(20), [], ConstantFollower.said
 
@@ -137,7 +146,7 @@ def test_a_draft_is_that_of_transformers(tmp_path, monkeypatch, target, place, c
         return listened[-1]
 
     assert with_draft("base", path).tables["draft"]["use"] == "gemma4-assistant"
-    with build(folder, path, place) as model:
+    with built("gemma4-assistant", folder, path, place) as model:
         with monkeypatch.context() as patched:
             patched.setattr(ConstantFollower, "said", listening)
             tokens = drafts(model, texts, COUNT, ROUNDS)
@@ -175,17 +184,37 @@ def test_a_draft_is_that_of_transformers(tmp_path, monkeypatch, target, place, c
 
 
 @pytest.mark.long
-def test_targets_with_embeddings_for_each_layer_are_refused(tmp_path):
-    from transformers import AutoModelForCausalLM
+@pytest.mark.parametrize("place", ["eager", "onnx"])
+def test_a_model_with_embeddings_for_each_layer_is_transformers_own(tmp_path, targets, place):
+    """Without a head. Its layers are found; the control: a layer takes the part of another."""
+    module, folder = targets("each")
+    out = {"out": tmp_path / "out"} if place == "onnx" else {}
+    text = np.array(texts_of(12)[:1])
+    with torch.no_grad():
+        want = module(torch.from_numpy(text)).logits
+        table = module.model.embed_tokens_per_layer.weight
+        kept = table.clone()
+        table.copy_(table.unflatten(1, (5, -1)).roll(1, 1).flatten(1))
+        other = module(torch.from_numpy(text)).logits
+        table.copy_(kept)
+    with accel.optimize(folder, target=place, max_context=64, **out) as model:
+        with model.session(1) as session:
+            found = torch.from_numpy(session.run(text, last_only=False))
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+    assert (found - other).abs().max() > 1e-2
 
-    more = {f"{name}_per_layer_input": VOCABULARY for name in ("hidden_size", "vocab_size")}
-    config = text_config(2, ("sliding", "sliding", "full"), **more)
-    randomise(AutoModelForCausalLM.from_config(config), "each").save_pretrained(tmp_path / "model")
-    _, path = assistant(tmp_path / "head")
-    with pytest.raises(
-        PassError, match="gemma4-assistant reads what goes from layer to layer, but"
-    ):
-        build(tmp_path / "model", path)
+
+@pytest.mark.long
+@pytest.mark.parametrize(("centroids", "rows"), [(True, 39), (False, VOCABULARY)])
+def test_words_of_chosen_centroids_alone_are_read(tmp_path, centroids, rows):
+    """Of 3 of 8 centroids. The control: all are where there are none."""
+    _, path = assistant(tmp_path / "head", centroids)
+    loaded = head_at(path, target=TOLD).load()
+    program = capture(loaded.model, stored=loaded.stored)
+    (read,) = (
+        n for n in program.nodes() if any("lm_head" in str(a.target) for a in n.all_input_nodes)
+    )
+    assert int(read.meta["val"].shape[2]) == rows
 
 
 def inner(**change):

@@ -2,7 +2,6 @@
 
 import json
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,7 @@ from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
 
 from ...draft_case import rows_of
-from ...heads_case import EPS, as_plain, asked, drafts, opened, texts_of, turned
+from ...heads_case import EPS, as_plain, asked, drafts, llama_in, opened, texts_of, turned
 
 LAYERS, HEADS, GROUPS, THETA, DRAFTED = 3, 2, 1, 20000.0, 60
 OTHERS = {"one layer": {"count": 1}, "own embedding": {"count": 1, "own": True}}
@@ -28,10 +27,7 @@ OTHERS = {"one layer": {"count": 1}, "own embedding": {"count": 1, "own": True}}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """The module of a target, and its folder."""
-    torch.manual_seed(3)
-    module, folder = models.make("llama", LAYERS).eval(), tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
-    return module, folder
+    return llama_in(tmp_path_factory.mktemp("target"), LAYERS)
 
 
 def written(folder, module, count=1, own=False, seed=0, **change):

@@ -1,9 +1,7 @@
 """batch = flat beside a head: what heads read of rows of different counts is what they read padded."""
 
-import models
 import numpy as np
 import pytest
-import torch
 
 import accel
 from accel.ir.taps import is_tap
@@ -15,6 +13,7 @@ from ...heads_case import (
     eagle1_tensors,
     eagle3_folder,
     eagle3_tensors,
+    llama_in,
     mctp_folder,
     mctp_tensors,
 )
@@ -43,9 +42,7 @@ def build(home, use, target="eager", **more):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    torch.manual_seed(3)
-    module, home = models.make("llama", 5).eval(), tmp_path_factory.mktemp("target")
-    module.save_pretrained(home)
+    module, home = llama_in(tmp_path_factory.mktemp("target"), 5)
     for use in ("eagle1", "eagle3", "mctp"):
         folder_of(use, module, home / use)
     with accel.optimize(home, target="eager", max_context=64, max_batch=3) as plain:

@@ -4,7 +4,6 @@ of a text they write.
 
 import json
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -24,6 +23,7 @@ from ...heads_case import (
     as_plain,
     asked,
     drafts,
+    llama_in,
     mctp_folder,
     mctp_tensors,
     opened,
@@ -37,9 +37,7 @@ PATTERN = [1, 2, 2, 4]
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A target, its folder, the tensors of its modules and their folder."""
-    torch.manual_seed(3)
-    module, folder = models.make("llama", 2).eval(), tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
+    module, folder = llama_in(tmp_path_factory.mktemp("target"), 2)
     tensors = mctp_tensors(module, COUNT)
     return module, folder, tensors, mctp_folder(folder / "modules", module, tensors)
 

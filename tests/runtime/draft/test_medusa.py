@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -25,7 +24,7 @@ from accel.runtime.tree.static import Static
 from accel.runtime.verify.rrs_wor import RrsWor
 
 from ...draft_case import plain, rows_of
-from ...heads_case import PROMPTS, as_plain, asked, drafts, opened, target_of, texts_of
+from ...heads_case import PROMPTS, as_plain, asked, drafts, llama_in, opened, target_of, texts_of
 
 LAYERS, HEADS, DRAFTED = 3, 4, 40
 FORMS = ("authors", "blocks", "own words", "target's words")
@@ -35,11 +34,7 @@ PATHS = ((0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0), (2,), (2, 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """A model and its directory."""
-    torch.manual_seed(3)
-    module = models.make("llama", LAYERS).eval()
-    folder = tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
-    return module, folder
+    return llama_in(tmp_path_factory.mktemp("target"), LAYERS)
 
 
 def tensors_for(module, form="authors", seed=0):

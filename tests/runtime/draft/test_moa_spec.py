@@ -4,7 +4,6 @@ are plain decoding's.
 
 import json
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,7 @@ from accel.runtime.speculation.features import FeatureFollower
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.eagle_tree import EagleTree
 
-from ...heads_case import EPS, as_plain, drafts, target_of, texts_of, turned
+from ...heads_case import EPS, as_plain, drafts, llama_in, target_of, texts_of, turned
 
 LAYERS, HEADS, GROUPS, THETA, DRAFTED = 3, 4, 2, 10000.0, 60
 
@@ -27,10 +26,7 @@ LAYERS, HEADS, GROUPS, THETA, DRAFTED = 3, 4, 2, 10000.0, 60
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """The module of a target, and its folder."""
-    torch.manual_seed(3)
-    module, folder = models.make("llama", LAYERS).eval(), tmp_path_factory.mktemp("target")
-    module.save_pretrained(folder)
-    return module, folder
+    return llama_in(tmp_path_factory.mktemp("target"), LAYERS)
 
 
 def written(folder, module, own=True, seed=0, **change):

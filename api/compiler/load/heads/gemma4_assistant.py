@@ -118,7 +118,7 @@ def _load(path: Path, config: Config, target: Target) -> Loaded:
                 raise CaptureError(
                     f"{path}: {_ORDER} is no order of {count} tokens; fetch the head again"
                 )
-            head.centroid_of[order] = torch.arange(count) // (count // own.centroids[0])
+            head.tokens_of.copy_(order.view(own.centroids[0], -1))
             if _CENTROIDS in tensors:
                 tensors["centroids.weight"] = tensors.pop(_CENTROIDS)
         fill(path, head, tensors, ("stand_ins.",))
