@@ -1,5 +1,6 @@
 """draft = medusa: a draft is that of the published formulas, whatever stood before; tokens are plain decoding's."""
 
+import copy
 import itertools
 import json
 
@@ -91,7 +92,7 @@ def said(module, tensors, tokens, off=0):
         if "d2t" not in tensors:
             found.append(words @ x)
             continue
-        whole = torch.full((len(module.get_output_embeddings().weight),), -torch.inf)
+        whole = torch.full((len(module.get_output_embeddings().weight),), -torch.inf, dtype=h.dtype)
         whole[torch.arange(len(words)) + tensors["d2t"]] = words @ x
         found.append(whole)
     return torch.stack(found)
@@ -129,7 +130,9 @@ def test_heads_say_what_the_formulas_do(target, tmp_path, form):
     loaded = head_at(path, target=target_of(module.lm_head.weight, LAYERS)).load()
     head, text = loaded.model, torch.tensor([texts_of(9)[0]])
     for parameter, stored in loaded.stored.items():
-        parameter.data = stored.read().float()
+        parameter.data = stored.read()
+    head, module = head.double(), copy.deepcopy(module).double()
+    tensors = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
     with torch.no_grad():
         h = module.get_decoder()(text).last_hidden_state
         found = head.words(head.said(h))[0]
