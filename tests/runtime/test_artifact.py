@@ -275,6 +275,7 @@ def test_decode_steps_bind_nothing(toy, monkeypatch):
         )
     with toy.session() as session:
         session.run([[1, 2, 3]])
+        session.run([[4]])
         bound = len(count)
         assert bound > 0, "the control: the counter sees bindings"
         for _ in range(5):

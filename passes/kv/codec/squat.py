@@ -81,12 +81,16 @@ def _subspace(products: Tensor, count: int) -> Tensor:
 
 def _passed(basis: Tensor, first: int, last: int) -> Tensor:
     """[B,G,c,D-last]: how an error of the channels first..last moves those behind them, with A = I + W Wᵀ: the
-    transpose of A_RR⁻¹ A_Ri. basis: W [B,G,D,r]. The inverse is made column by column (Sherman and Morrison).
+    transpose of A_RR⁻¹ A_Ri, which is W_i (I + W_Rᵀ W_R)⁻¹ W_Rᵀ. basis: W [B,G,D,r], the longest column first. The
+    r rows are eliminated one by one, so that a direction that is much larger than the others is exact.
     """
     behind, own = basis[..., last:, :], basis[..., first:last, :]
-    inverse = torch.eye(basis.shape[-2] - last, device=basis.device)
-    for column in behind.split(1, -1):
-        turned = inverse @ column
-        inverse = inverse - turned @ turned.mT / (1 + column.mT @ turned)
-    found: Tensor = own @ (behind.mT @ inverse)
+    count = basis.shape[-1]
+    gram = torch.eye(count, device=basis.device) + behind.mT @ behind
+    rows = torch.cat((gram, behind.mT), -1)
+    for i in range(count):
+        one = rows[..., i : i + 1, :] / rows[..., i : i + 1, i : i + 1]
+        others = rows - rows[..., i : i + 1] * one
+        rows = torch.cat((others[..., :i, :], one, others[..., i + 1 :, :]), -2)
+    found: Tensor = own @ rows[..., count:]
     return found

@@ -101,6 +101,7 @@ SPECTRA = {
     "seven close": torch.tensor([5, 4.9, 4.8, 4.7, 4.6, 4.5, 4.4, *[1.0] * (D - 7)]),
     "one massive": torch.tensor([60.0, 2.0, 1.9, 1.8, 1.7, 1.6, 1.5, *[0.5] * (D - 7)]),
     "two massive": torch.tensor([300.0, 40.0, 3, 2.9, 2.8, 2.7, 2.6, *[1.0] * (D - 7)]),
+    "a thousand times": torch.tensor([1000.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, *[1.0] * (D - 7)]),
     "of one query": torch.tensor([5.0] + [0.0] * (D - 1)),
     "slow": 5 * 0.99 ** torch.arange(D),
     "inverse": 1 / (1 + torch.arange(D)),
