@@ -65,9 +65,8 @@ def plan_of(compiled: Compiled, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def flags_of(compiled: Compiled, inputs: Mapping[str, Tensor]) -> dict[str, bool]:
     """What the host computes for its branches. Values are read of the inputs in `CALL` alone."""
-    if not compiled.flags:
-        return {}
-    inputs = {n: x.cpu() if n in CALL else x for n, x in inputs.items()}
+    read = {name for flag in compiled.flags.values() for name in flag.inputs}
+    inputs = {n: inputs[n].cpu() if n in CALL else inputs[n] for n in read}
     return {name: flag(inputs) for name, flag in compiled.flags.items()}
 
 

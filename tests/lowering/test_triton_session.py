@@ -451,6 +451,7 @@ def test_a_selection_that_goes_by_positions_is_recorded_either_way(foretelling, 
     with beside(foretelling) as model:
         assert not model.program.compiled["step"].waits
         assert tokens_alike(model, foretelling, 7, asked) == 2 and not asked.found
+        assert len(model.program.compiled["step"].flags) == 1, "one for all layers"
 
 
 @pytest.mark.long
@@ -464,6 +465,7 @@ def test_a_flag_of_the_call_is_the_hosts():
     graph = fx.Graph()
     names = {graph.placeholder(n): n for n in ("positions", "held")}
     positions, held = names
+    held.meta["val"] = torch.empty(1, 5, device="meta")
     due = graph.call_function(aten.eq.Scalar, (positions, 3))
     due = graph.call_function(aten.any.default, (due,))
     few = graph.call_function(few_to_many.default, (positions, held, 2, 4))

@@ -159,11 +159,11 @@ class Builder:
         if node.target is aten.select.int and (whole := node.args[0]) in self._sayable:
             assert isinstance(whole, fx.Node)
             return self.once(operator.getitem, self.say(self._sayable[whole]), node.args[2])
-        name = f"flag {node.name}"
-        if name not in self.flags:
-            if (flag := flag_of(node, self._inputs)) is None:
-                return None
-            self.flags[name] = flag
+        if (flag := flag_of(node, self._inputs)) is None:
+            return None
+        same = (name for name, other in self.flags.items() if other.alike == flag.alike)
+        name = next(same, f"flag {len(self.flags)}")
+        self.flags.setdefault(name, flag)
         return self.say(name)
 
     def say(self, name: str) -> fx.Node:

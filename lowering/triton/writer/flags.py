@@ -21,10 +21,13 @@ _MOST = 32  # operators of a flag
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag over inputs of the entry: by value those of CALL, of others the shapes."""
+    """A flag over inputs of the entry: by value those of CALL, of others the shapes. `alike`: equal for two flags that
+    have one value in every call, such as those of two layers.
+    """
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
+    alike: tuple[str, ...]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> bool:
         """It, for the inputs by name; those of CALL lie on the host."""
@@ -37,11 +40,13 @@ def flag_of(node: fx.Node, names: Mapping[fx.Node, str]) -> Flag | None:
     needed = _ancestors(node, names)
     if needed is None:
         return None
-    graph, made, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[str]()
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs, read = list[str](), list[str]()
     for source in (s for call in needed for s in call.all_input_nodes if s not in needed):
         if source not in made:
             made[source] = graph.placeholder(f"x{len(inputs)}")
-            inputs.append(names[_buffer(source)])
+            inputs.append(name := names[_buffer(source)])
+            read.append(name if name in CALL else str(_buffer(source).meta["val"].shape))
     for call in needed:
         args: Any = map_arg(call.args, made.__getitem__)
         kwargs: Any = map_arg(call.kwargs, made.__getitem__)
@@ -52,7 +57,8 @@ def flag_of(node: fx.Node, names: Mapping[fx.Node, str]) -> Flag | None:
             target: Any = call.target
             made[call] = graph.call_function(target, args, kwargs)
     graph.output(made[node])
-    return Flag(fx.GraphModule(torch.nn.Module(), graph), tuple(inputs))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Flag(module, tuple(inputs), (module.code, *read))
 
 
 def _ancestors(node: fx.Node, names: Mapping[fx.Node, str]) -> list[fx.Node] | None:

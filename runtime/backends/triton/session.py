@@ -107,9 +107,10 @@ class TritonSession(EagerSession):
 
     def _planned(self, sheet: Sheet, inputs: Tensor) -> tuple[Any, ...]:
         """What branches of the host go by in a call, whose inputs lie in a piece of the host's memory."""
-        if not self._compiled.flags:
+        flags = self._compiled.flags.values()
+        if not flags:
             return tuple(self._plan.values())
-        lie = dict(zip(self._compiled.inputs, self._args, strict=True))
+        lie = {name: self._args[self._places[name]] for flag in flags for name in flag.inputs}
         told = self._plan | flags_of(self._compiled, lie | {**sheet.views(inputs)})
         return tuple(told[name] for name in self._compiled.plan)
 
